@@ -1,0 +1,63 @@
+"""Logits to tokens. Randomness is a counter, never a generator's state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a request's tokens are chosen. Names and defaults follow OpenAI and vLLM."""
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+    logprobs: int | None = None
+    """Alternatives reported per output token (0 to 20); None reports nothing."""
+    prompt_logprobs: int | None = None
+    """The same for every prompt token but the first."""
+
+
+class Sequenced(Protocol):
+    """What the sampler reads of a request."""
+
+    params: SamplingParams
+    tokens: list[int]
+    """Prompt, then output so far."""
+    prompt_len: int
+    eos_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    token: int
+    logprob: float | None = None
+    """Of the unmodified distribution; None unless asked for."""
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest alternatives as (token, logprob), best first."""
+
+
+def sample(logits: torch.Tensor, sequences: Sequence[Sequenced]) -> list[Sampled]:
+    """Choose the next token of each sequence. logits: [len(sequences), vocab], fp32."""
+    return [Sampled(int(t)) for t in logits.argmax(dim=-1)]
+
+
+def prompt_logprobs(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[Sampled]:
+    """Score given tokens instead of choosing them. logits: [len(tokens), vocab], fp32."""
+    raise NotImplementedError
