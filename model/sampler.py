@@ -46,6 +46,8 @@ class Sequenced(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
+    """A chosen token and, when asked for, how likely it was."""
+
     token: int
     logprob: float | None = None
     """Of the unmodified distribution; None unless asked for."""

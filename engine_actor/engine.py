@@ -1,0 +1,295 @@
+"""The step loop: admit, prefill, decode, retire. No Ray, no asyncio, no HTTP.
+
+engine = Engine(model, kv, Fcfs())
+engine.submit(request)
+while engine.has_work():
+    outputs, record = engine.step()
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+
+from engine_actor.request import FinishReason, Output, Phase, Request
+from engine_actor.scheduler import Mode, Plan, Scheduler, Work
+from model import sampler
+from model.batch import Batch, SlotModel
+from model.sampler import Sampled
+from model.slot_kv import SlotKV
+from policies.base import Policy
+
+log = logging.getLogger(__name__)
+
+
+class RequestRefusedError(ValueError):
+    """The request can never run here; the message says why and gives both lengths."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What one request did in one step: `tokens` rows in `slot`, from position `start`."""
+
+    request_id: str
+    tenant: str
+    slot: int
+    kind: Literal["prefill", "decode"]
+    start: int
+    tokens: int
+    sampled: bool
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """One step as an observer sees it. Times are seconds; `started` is of the engine's clock."""
+
+    number: int
+    started: float
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds spent in admit, prefill, decode, sample and retire."""
+    spans: list[Span] = field(default_factory=list)
+    forwards: int = 0
+    rows: int = 0
+    """Rows that did a request's work, over all forwards."""
+    padded_rows: int = 0
+    """Rows computed, padding included."""
+    admitted: list[str] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+    finished: list[str] = field(default_factory=list)
+    waiting: int = 0
+    running: int = 0
+    free_slots: int = 0
+    kv_tokens: int = 0
+    kv_budget: int = 0
+    errors: int = 0
+    """Forwards that failed in this step."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.phases.values())
+
+
+class Engine:
+    """Continuous batching over slots. Not thread-safe: one thread submits, aborts and steps."""
+
+    def __init__(
+        self,
+        model: SlotModel,
+        kv: SlotKV,
+        policy: Policy,
+        *,
+        mode: Mode = "chunked",
+        max_step_tokens: int = 256,
+        kv_budget: int | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.model = model
+        self.kv = kv
+        self.scheduler = Scheduler(
+            kv, policy, mode=mode, max_step_tokens=max_step_tokens, kv_budget=kv_budget
+        )
+        self.clock = clock
+        self.steps = 0
+        self.requests: dict[str, Request] = {}
+        """Everything submitted and not finished, by id."""
+
+    def submit(self, request: Request) -> None:
+        """Let a request wait for a slot. Raises RequestRefusedError if it could never run."""
+        limit = self.scheduler.largest_request
+        if request.id in self.requests:
+            raise RequestRefusedError(f"a request with id {request.id!r} is already here")
+        if not request.prompt or request.params.max_tokens < 1:
+            raise RequestRefusedError(
+                "a request needs at least one prompt token and max_tokens of at least 1"
+            )
+        if request.max_tokens_total > limit:
+            raise RequestRefusedError(
+                f"prompt ({request.prompt_len} tokens) + max_tokens ({request.params.max_tokens}) is "
+                f"{request.max_tokens_total}, but this engine can hold {limit} tokens for one request"
+            )
+        request.queued = self.clock()
+        self.requests[request.id] = request
+        self.scheduler.policy.enqueue(request, request.queued)
+
+    def abort(self, request_id: str, reason: FinishReason = "abort") -> bool:
+        """Drop a request wherever it is and free its slot now. False when it is not here."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        if request.phase is Phase.WAITING:
+            self.scheduler.policy.withdraw(request)
+            self._close(request, reason)
+        else:
+            self._close(request, reason)
+            self.scheduler.retire(request)
+        return True
+
+    def has_work(self) -> bool:
+        return bool(self.requests)
+
+    def step(self) -> tuple[list[Output], StepRecord]:
+        """Admit, prefill, decode one token for every running request, retire the finished."""
+        record = StepRecord(number=self.steps, started=self.clock())
+        outputs: list[Output] = []
+        self.steps += 1
+
+        with _timed(record, "admit"):
+            plan = self.scheduler.plan(record.started)
+        for works in plan.prefills:
+            self._compute(works, record, outputs, "prefill")
+        if plan.decode:
+            self._compute(plan.decode, record, outputs, "decode", padding=self.scheduler.held_slots)
+        with _timed(record, "retire"):
+            for request in [r for r in self.scheduler.running if r.phase is Phase.FINISHED]:
+                self.scheduler.retire(request)
+                record.finished.append(request.id)
+
+        self._describe(record, plan)
+        return outputs, record
+
+    def _compute(
+        self,
+        works: list[Work],
+        record: StepRecord,
+        outputs: list[Output],
+        phase: Literal["prefill", "decode"],
+        padding: int = 0,
+    ) -> None:
+        """One forward, then a token for each request that has caught up with its own tokens.
+
+        A failure ends the requests that were in this forward, and nobody else.
+        """
+        record.spans.extend(_span(work) for work in works)
+        try:
+            with _timed(record, phase):
+                batch, scored = self._batch(works, padding)
+                logits = self.model.forward(batch, self.kv)
+                for work in works:
+                    work.request.computed += work.count
+                    self.kv.lengths[work.request.slot] = work.request.computed
+            record.forwards += 1
+            record.rows += len(batch) - padding
+            record.padded_rows += self.model.row_count(len(batch))
+            with _timed(record, "sample"):
+                self._sample(works, scored, logits, outputs)
+        except Exception as error:
+            log.exception("step %d failed; ending the %d requests in it", record.number, len(works))
+            record.errors += 1
+            for request in (work.request for work in works):
+                if request.phase is not Phase.FINISHED:
+                    self._close(request, "error")
+                    message = f"the engine failed in step {record.number}: {error}"
+                    outputs.append(Output(request.id, request.num_output, None, "error", message))
+
+    def _batch(self, works: list[Work], padding: int) -> tuple[Batch, list[range]]:
+        """The rows of a forward and, per work, the positions that score a prompt token."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        logit_rows: list[int] = []
+        scored: list[range] = []
+        for work in works:
+            request, start, end = work.request, work.request.computed, work.request.computed + work.count
+            offset = len(tokens) - start
+            scored.append(_scored_positions(request, end))
+            logit_rows.extend(offset + position for position in scored[-1])
+            if end == len(request.tokens):
+                logit_rows.append(offset + end - 1)
+            tokens.extend(request.tokens[start:end])
+            positions.extend(range(start, end))
+            slots.extend([request.slot] * work.count)
+        tokens.extend([0] * padding)
+        positions.extend(range(padding))
+        slots.extend([self.kv.scratch] * padding)
+        columns = (np.array(column, dtype=np.int64) for column in (tokens, positions, slots, logit_rows))
+        return Batch(*columns), scored
+
+    def _sample(
+        self, works: list[Work], scored: list[range], logits: torch.Tensor, outputs: list[Output]
+    ) -> None:
+        sampling: list[Request] = []
+        rows: list[int] = []
+        row = 0
+        for request, positions in zip((work.request for work in works), scored, strict=True):
+            if positions:
+                targets = request.prompt[positions.start + 1 : positions.stop + 1]
+                top = request.params.prompt_logprobs or 0
+                request.prompt_scores += sampler.prompt_logprobs(
+                    logits[row : row + len(positions)], targets, top
+                )
+                row += len(positions)
+            if request.computed == len(request.tokens):
+                sampling.append(request)
+                rows.append(row)
+                row += 1
+        if sampling:
+            chosen = logits if len(rows) == len(logits) else logits[rows]
+            for request, sampled in zip(sampling, sampler.sample(chosen, sampling), strict=True):
+                outputs.append(self._push(request, sampled))
+
+    def _push(self, request: Request, sampled: Sampled) -> Output:
+        """Append a token; mark the request finished if it is the last one."""
+        index = request.num_output
+        request.tokens.append(sampled.token)
+        request.phase = Phase.DECODE
+        scores: tuple[Sampled, ...] = ()
+        if request.first_token is None:
+            request.first_token = self.clock()
+            scores = tuple(request.prompt_scores)
+        reason = request.stop_reason()
+        if reason is not None:
+            self._close(request, reason)
+        return Output(request.id, index, sampled, reason, prompt_scores=scores)
+
+    def _close(self, request: Request, reason: FinishReason) -> None:
+        request.phase = Phase.FINISHED
+        request.finish_reason = reason
+        request.finished = self.clock()
+        del self.requests[request.id]
+
+    def _describe(self, record: StepRecord, plan: Plan) -> None:
+        scheduler = self.scheduler
+        record.admitted = [request.id for request in plan.admitted]
+        record.preempted = [request.id for request in plan.preempted]
+        record.waiting = len(scheduler.policy)
+        record.running = len(scheduler.running)
+        record.free_slots = self.kv.free_slots
+        record.kv_tokens = self.kv.tokens
+        record.kv_budget = scheduler.kv_budget
+
+
+def _scored_positions(request: Request, end: int) -> range:
+    """Positions up to `end` whose logits score the next prompt token, if that is still wanted."""
+    if request.params.prompt_logprobs is None:
+        return range(0)
+    first = max(request.computed, len(request.prompt_scores))
+    return range(first, max(first, min(end, request.prompt_len - 1)))
+
+
+def _span(work: Work) -> Span:
+    request = work.request
+    return Span(
+        request_id=request.id,
+        tenant=request.tenant,
+        slot=request.slot,
+        kind="decode" if request.phase is Phase.DECODE else "prefill",
+        start=request.computed,
+        tokens=work.count,
+        sampled=request.computed + work.count == len(request.tokens),
+    )
+
+
+@contextmanager
+def _timed(record: StepRecord, phase: str) -> Iterator[None]:
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        record.phases[phase] = record.phases.get(phase, 0.0) + time.perf_counter() - started

@@ -1,0 +1,88 @@
+"""The loop, on a toy model: what joins, what leaves, and that company never changes an answer."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine_actor.engine import Engine, RequestRefusedError
+from engine_actor.request import Request
+from engine_actor.scheduler import Mode
+from model.sampler import SamplingParams
+from policies.fcfs import Fcfs
+from tests.fakes import FakeModel, fake_kv
+
+
+def request(name: str, prompt: list[int], max_tokens: int, arrival: float = 0.0) -> Request:
+    return Request(name, prompt, SamplingParams(max_tokens=max_tokens, temperature=0), arrival=arrival)
+
+
+def run(engine: Engine, requests: list[Request]) -> dict[str, list[int]]:
+    for item in requests:
+        engine.submit(item)
+    for _ in range(1000):
+        if not engine.has_work():
+            return {item.id: item.output for item in requests}
+        engine.step()
+    raise AssertionError("the engine did not finish")
+
+
+@pytest.mark.parametrize("mode", ["separate", "batched", "chunked"])
+@pytest.mark.parametrize("budget", [None, 36])
+def test_company_does_not_change_an_answer(mode: Mode, budget: int | None) -> None:
+    def prompts() -> list[Request]:
+        return [request(f"r{i}", list(range(i, i + 1 + 3 * i)), 3 + 2 * i, float(i)) for i in range(7)]
+
+    alone: dict[str, list[int]] = {}
+    for item in prompts():
+        alone |= run(Engine(FakeModel(), fake_kv(), Fcfs()), [item])
+    engine = Engine(FakeModel(), fake_kv(), Fcfs(), mode=mode, max_step_tokens=6, kv_budget=budget)
+    busy = prompts()
+    assert run(engine, busy) == alone
+    assert (sum(item.num_preemptions for item in busy) > 0) == (budget is not None)
+    assert engine.kv.free_slots == engine.kv.num_slots
+    assert engine.kv.tokens == 0
+
+
+def test_a_finished_request_frees_its_slot_in_the_same_step() -> None:
+    engine = Engine(FakeModel(), fake_kv(num_slots=1), Fcfs())
+    engine.submit(request("a", [1, 2], 1))
+    engine.submit(request("b", [3], 2, 1.0))
+    outputs, record = engine.step()
+    assert [(o.request_id, o.finish_reason) for o in outputs] == [("a", "length")]
+    assert record.finished == ["a"]
+    assert record.free_slots == 1
+    _, record = engine.step()
+    assert record.admitted == ["b"]
+
+
+def test_a_request_that_can_never_fit_is_refused_with_both_lengths() -> None:
+    engine = Engine(FakeModel(), fake_kv(max_len=16), Fcfs())
+    engine.submit(request("fits", [1] * 10, 6))
+    with pytest.raises(RequestRefusedError, match=r"prompt \(10 tokens\).*17.*16 tokens"):
+        engine.submit(request("too long", [1] * 10, 7))
+
+
+def test_a_failed_forward_ends_its_requests_and_the_loop_goes_on() -> None:
+    model = FakeModel()
+    engine = Engine(model, fake_kv(), Fcfs())
+    engine.submit(request("bad", [1], 3))
+    model.forward = lambda batch, kv: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    outputs, record = engine.step()
+    assert record.errors == 1
+    assert [(o.request_id, o.finish_reason) for o in outputs] == [("bad", "error")]
+    assert "division by zero" in (outputs[0].error or "")
+    engine.model = FakeModel()
+    assert len(run(engine, [request("good", [1], 3)])["good"]) == 3
+    assert engine.kv.free_slots == engine.kv.num_slots
+
+
+def test_abort_frees_the_slot_at_once_running_or_waiting() -> None:
+    engine = Engine(FakeModel(), fake_kv(num_slots=1), Fcfs())
+    engine.submit(request("running", [1], 9))
+    engine.submit(request("waiting", [1], 9, 1.0))
+    engine.step()
+    assert engine.abort("waiting")
+    assert engine.abort("running")
+    assert not engine.abort("running")
+    assert not engine.has_work()
+    assert engine.kv.free_slots == 1
