@@ -44,6 +44,18 @@ class Span:
     start: int
     tokens: int
     sampled: bool
+    forward: int = 0
+    """Which of the step's forwards: the position among its prefill and decode intervals."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """One stretch of a step: admit, prefill, decode, sample or retire."""
+
+    phase: str
+    offset: float
+    """Seconds since the step started."""
+    seconds: float
 
 
 @dataclass(slots=True)
@@ -52,8 +64,8 @@ class StepRecord:
 
     number: int
     started: float
-    phases: dict[str, float] = field(default_factory=dict)
-    """Seconds spent in admit, prefill, decode, sample and retire."""
+    intervals: list[Interval] = field(default_factory=list)
+    """What the step did when, in order; mode `separate` has a prefill and a sample per prompt."""
     spans: list[Span] = field(default_factory=list)
     forwards: int = 0
     rows: int = 0
@@ -70,10 +82,21 @@ class StepRecord:
     kv_budget: int = 0
     errors: int = 0
     """Forwards that failed in this step."""
+    zero: float = field(default_factory=time.perf_counter, repr=False, compare=False)
+    """The monotonic clock when the step started: intervals count from it."""
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds spent in each phase, summed over its intervals."""
+        totals: dict[str, float] = {}
+        for interval in self.intervals:
+            totals[interval.phase] = totals.get(interval.phase, 0.0) + interval.seconds
+        return totals
 
     @property
     def seconds(self) -> float:
-        return sum(self.phases.values())
+        """From the start of the step to the end of its last interval."""
+        return self.intervals[-1].offset + self.intervals[-1].seconds if self.intervals else 0.0
 
 
 class Engine:
@@ -166,7 +189,8 @@ class Engine:
 
         A failure ends the requests that were in this forward, and nobody else.
         """
-        record.spans.extend(_span(work) for work in works)
+        forward = sum(interval.phase in ("prefill", "decode") for interval in record.intervals)
+        record.spans.extend(_span(work, forward) for work in works)
         try:
             with _timed(record, phase):
                 batch, scored = self._batch(works, padding)
@@ -273,7 +297,7 @@ def _scored_positions(request: Request, end: int) -> range:
     return range(first, max(first, min(end, request.prompt_len - 1)))
 
 
-def _span(work: Work) -> Span:
+def _span(work: Work, forward: int) -> Span:
     request = work.request
     return Span(
         request_id=request.id,
@@ -283,6 +307,7 @@ def _span(work: Work) -> Span:
         start=request.computed,
         tokens=work.count,
         sampled=request.computed + work.count == len(request.tokens),
+        forward=forward,
     )
 
 
@@ -292,4 +317,5 @@ def _timed(record: StepRecord, phase: str) -> Iterator[None]:
     try:
         yield
     finally:
-        record.phases[phase] = record.phases.get(phase, 0.0) + time.perf_counter() - started
+        ended = time.perf_counter()
+        record.intervals.append(Interval(phase, started - record.zero, ended - started))

@@ -55,6 +55,25 @@ def test_a_finished_request_frees_its_slot_in_the_same_step() -> None:
     assert record.admitted == ["b"]
 
 
+def test_a_record_says_what_each_part_of_a_step_took_and_which_forward_served_whom() -> None:
+    engine = Engine(FakeModel(), fake_kv(), Fcfs(), mode="separate")
+    run(engine, [request("early", [1], 1)])
+    engine.submit(request("steady", [1], 5))
+    engine.step()
+    engine.submit(request("b", [2, 3], 5, 1.0))
+    engine.submit(request("c", [4, 5, 6], 5, 2.0))
+    _, record = engine.step()
+    names = [interval.phase for interval in record.intervals]
+    assert names == ["admit", "prefill", "sample", "prefill", "sample", "decode", "sample", "retire"]
+    assert [(span.request_id, span.forward) for span in record.spans] == [("b", 0), ("c", 1), ("steady", 2)]
+    ends = [interval.offset + interval.seconds for interval in record.intervals]
+    assert all(end <= later.offset for end, later in zip(ends, record.intervals[1:], strict=False))
+    assert record.seconds == pytest.approx(ends[-1])
+    assert record.phases["sample"] == pytest.approx(
+        sum(interval.seconds for interval in record.intervals if interval.phase == "sample")
+    )
+
+
 def test_a_request_that_can_never_fit_is_refused_with_both_lengths() -> None:
     engine = Engine(FakeModel(), fake_kv(max_len=16), Fcfs())
     engine.submit(request("fits", [1] * 10, 6))
