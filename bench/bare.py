@@ -1,0 +1,195 @@
+"""A workload on a bare engine: no Ray, no HTTP, only the step loop and its clock."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+from bench.report import Advance, percentiles
+from bench.workload import Item, Workload, preset
+from engine_actor.engine import Engine, StepRecord
+from engine_actor.request import Request
+from engine_actor.scheduler import Mode
+from model.batch import SlotModel
+from model.slot_kv import SlotKV
+from policies.base import Policy
+from policies.fcfs import Fcfs
+
+
+@dataclass(slots=True)
+class Timeline:
+    """What happened to one request, in seconds of the run's clock."""
+
+    item: Item
+    arrival: float
+    token_times: list[float] = field(default_factory=list)
+    """When each output token left the engine or reached the client."""
+    output: list[int] = field(default_factory=list)
+    admitted: float | None = None
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    error: str | None = None
+
+    @property
+    def ttft(self) -> float:
+        return self.token_times[0] - self.arrival
+
+    @property
+    def itls(self) -> list[float]:
+        return [after - before for before, after in zip(self.token_times, self.token_times[1:], strict=False)]
+
+    @property
+    def e2e(self) -> float:
+        return self.token_times[-1] - self.arrival
+
+
+@dataclass(slots=True)
+class Run:
+    """A finished workload: one timeline per item, in the workload's order, and every step."""
+
+    timelines: list[Timeline]
+    records: list[StepRecord]
+    slots: int
+    started: float
+    ended: float
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.started
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(len(t.output) for t in self.timelines) / self.seconds
+
+    def summary(self) -> dict[str, Any]:
+        """The figures every experiment reports; times in seconds."""
+        return {
+            **latencies(self.timelines, self.seconds),
+            "steps": len(self.records),
+            "utilization": utilization(self.records, self.slots, self.seconds),
+            "utilization_while_waiting": utilization(
+                [record for record in self.records if record.waiting], self.slots
+            ),
+            "preemptions": sum(t.preemptions for t in self.timelines),
+        }
+
+
+def latencies(timelines: Sequence[Timeline], seconds: float) -> dict[str, Any]:
+    """Throughput over `seconds`; TTFT and E2E from arrival; ITL over all gaps of all requests."""
+    done = [t for t in timelines if t.token_times and t.error is None]
+    figures: dict[str, Any] = {
+        "requests": len(timelines),
+        "completed": len(done),
+        "seconds": seconds,
+        "tokens_per_s": sum(len(t.token_times) for t in timelines) / seconds,
+        "requests_per_s": len(done) / seconds,
+    }
+    samples = {
+        "ttft": [t.ttft for t in done],
+        "itl": [gap for t in done for gap in t.itls],
+        "e2e": [t.e2e for t in done],
+    }
+    for name, values in samples.items():
+        figures |= {f"{name}_{key}": value for key, value in percentiles(values).items()}
+    return figures
+
+
+def utilization(records: Sequence[StepRecord], slots: int, seconds: float | None = None) -> float | None:
+    """Slots doing an unfinished request's work (prefill or decode) / slots, weighted by time.
+
+    Over `seconds` of wall time, idle time included; over the steps' own time when None. A finished
+    request that keeps its slot, or one that waits its turn for the step's token budget, is not at work.
+    """
+    total = sum(record.seconds for record in records) if seconds is None else seconds
+    if not total:
+        return None
+    busy = sum(record.seconds * len({span.slot for span in record.spans}) for record in records)
+    return busy / (total * slots)
+
+
+class Loaded(SlotModel, Protocol):
+    """A model that can make its own KV."""
+
+    def new_kv(self, *, num_slots: int, max_len: int) -> SlotKV: ...
+
+
+def load(model: str | None = None) -> Loaded:
+    """The packaged model, or the one at the path `model`, on this machine's device."""
+    from model.loader import load_model  # type: ignore[import-not-found]
+
+    return cast(Loaded, load_model(model))
+
+
+def build(
+    model: Loaded,
+    *,
+    slots: int = 16,
+    max_len: int = 2048,
+    policy: Policy | None = None,
+    mode: Mode = "chunked",
+    max_step_tokens: int = 256,
+    kv_budget: int | None = None,
+) -> Engine:
+    """A fresh engine with its own KV around a loaded model."""
+    kv = model.new_kv(num_slots=slots, max_len=max_len)
+    return Engine(
+        model, kv, policy or Fcfs(), mode=mode, max_step_tokens=max_step_tokens, kv_budget=kv_budget
+    )
+
+
+def drive(
+    engine: Engine,
+    workload: Workload,
+    *,
+    advance: Advance | None = None,
+    on_step: Callable[[StepRecord], None] | None = None,
+) -> Run:
+    """Submit each item when it is due and step until all are done; `advance` counts output tokens."""
+    clock = engine.clock
+    started = clock()
+    due = list(reversed(workload.items))
+    requests: dict[str, Request] = {}
+    timelines = {item.id: Timeline(item, started + item.arrival) for item in workload.items}
+    records: list[StepRecord] = []
+    while due or engine.has_work():
+        while due and started + due[-1].arrival <= clock():
+            item = due.pop()
+            requests[item.id] = item.request(started)
+            engine.submit(requests[item.id])
+        if not engine.has_work():
+            time.sleep(max(0.0, started + due[-1].arrival - clock()))
+            continue
+        outputs, record = engine.step()
+        now = clock()
+        records.append(record)
+        for output in outputs:
+            timeline = timelines[output.request_id]
+            timeline.error = output.error
+            if output.sampled is not None:
+                timeline.token_times.append(now)
+                timeline.output.append(output.sampled.token)
+        if advance:
+            advance(len(outputs))
+        if on_step:
+            on_step(record)
+    for name, request in requests.items():
+        timeline = timelines[name]
+        timeline.admitted = request.admitted
+        timeline.preemptions = request.num_preemptions
+        timeline.recomputed_tokens = request.recomputed_tokens
+    return Run(list(timelines.values()), records, engine.kv.num_slots, started, clock())
+
+
+def warm_up(model: Loaded) -> None:
+    """Run one short workload, so that nothing compiles while a clock is watched."""
+    drive(build(model, slots=4, max_len=128), preset("smoke"))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the engine under test."""
+    parser.add_argument("--model", help="a GGUF file or a Hugging Face directory (default: packaged)")
+    parser.add_argument("--slots", type=int, default=16, help="requests that run at once (default: 16)")
+    parser.add_argument("--max-len", type=int, default=2048, help="tokens a slot holds (default: 2048)")

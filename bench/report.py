@@ -1,0 +1,259 @@
+"""How every experiment speaks: progress, tables, bars, JSON with its origin, charts of one style."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+REPO = Path(__file__).parent.parent
+
+CONTINUOUS, STATIC = "#1F6FB2", "#E4572E"
+"""The two sides of the head-to-head, in every picture."""
+PALETTE = [CONTINUOUS, STATIC, "#2CA58D", "#8E6BBF", "#F0A202", "#5C6B73"]
+INK, MUTED, FAINT = "#1B1F24", "#6B7480", "#E3E6EA"
+
+_STYLE: dict[str, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 12,
+    "text.color": INK,
+    "figure.facecolor": "white",
+    "axes.titlesize": 14,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 12,
+    "axes.labelcolor": MUTED,
+    "axes.edgecolor": MUTED,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": FAINT,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "legend.frameon": False,
+    "lines.linewidth": 2.2,
+}
+
+
+class BenchError(Exception):
+    """The experiment cannot go on; the message is one line a person can act on."""
+
+
+class Advance(Protocol):
+    """Reports work done since the last call."""
+
+    def __call__(self, steps: float = 1.0) -> None: ...
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A figure and the bound it has to keep."""
+
+    what: str
+    measured: float
+    relation: Literal["at least", "at most"]
+    bound: float
+    unit: str = ""
+
+    @property
+    def met(self) -> bool:
+        return self.measured >= self.bound if self.relation == "at least" else self.measured <= self.bound
+
+    def __str__(self) -> str:
+        bound = f"{self.relation} {show(self.bound)}{self.unit}"
+        return f"{self.what}: {show(self.measured)}{self.unit} ({bound})"
+
+
+class Report:
+    """Results of one experiment in the directory `out`, written as they come.
+
+    Raises BenchError when `out` cannot be written.
+    """
+
+    def __init__(self, name: str, out: Path) -> None:
+        self.name = name
+        self.out = out
+        self.bars: list[Bar] = []
+        self.console = Console(width=None if sys.stdout.isatty() else 130, highlight=False)
+        self._origin = origin()
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BenchError(f"cannot write to {out}: {error.strerror}") from error
+
+    def say(self, line: str) -> None:
+        self.console.print(line)
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        """Print rows; floats with three significant digits, None as a dash."""
+        table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+        for index, column in enumerate(columns):
+            table.add_column(column, justify="left" if index == 0 else "right")
+        for row in rows:
+            table.add_row(*(show(cell) for cell in row))
+        self.console.print(table)
+
+    def at_least(self, what: str, measured: float, bound: float, unit: str = "") -> None:
+        self.bars.append(Bar(what, measured, "at least", bound, unit))
+
+    def at_most(self, what: str, measured: float, bound: float, unit: str = "") -> None:
+        self.bars.append(Bar(what, measured, "at most", bound, unit))
+
+    def save(self, data: Mapping[str, Any]) -> Path:
+        """Write `<name>.json`: the data's own keys, then "bars" and "meta". Call it for each part that
+        is ready: an interrupted experiment keeps what it has."""
+        path = self.out / f"{self.name}.json"
+        bars = [asdict(bar) | {"met": bar.met} for bar in self.bars]
+        document = {**data, **({"bars": bars} if bars else {}), "meta": self._origin}
+        partial = path.with_suffix(".json.partial")
+        partial.write_text(json.dumps(_jsonable(document), indent=1) + "\n")
+        partial.replace(path)
+        return path
+
+    def finish(self, data: Mapping[str, Any]) -> int:
+        """Save, print each bar as met or missed, and return the exit code."""
+        self.say(f"wrote {self.save(data)}")
+        for bar in self.bars:
+            self.say(f"{'[green]met   [/]' if bar.met else '[bold red]MISSED[/]'}  {bar}")
+        return 0 if all(bar.met for bar in self.bars) else 1
+
+    @contextmanager
+    def progress(self, what: str, total: float) -> Iterator[Advance]:
+        """A moving bar on a terminal; a line for each tenth of the way where output is piped."""
+        if not self.console.is_terminal:
+            yield self._lines(what, total)
+            return
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
+        with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self.console) as bar:
+            task = bar.add_task(what, total=total)
+            yield lambda steps=1.0: bar.advance(task, steps)
+
+    def _lines(self, what: str, total: float) -> Advance:
+        done, told = 0.0, 0
+
+        def advance(steps: float = 1.0) -> None:
+            nonlocal done, told
+            done += steps
+            tenth = int(10 * done / total) if total else 10
+            if tenth > told:
+                told = tenth
+                self.say(f"{what}: {10 * tenth} %")
+
+        return advance
+
+    @contextmanager
+    def chart(
+        self, suffix: str = "", *, rows: int = 1, columns: int = 1, size: tuple[float, float] = (10, 5.6)
+    ) -> Iterator[tuple[Any, Any]]:
+        """A matplotlib (figure, axes) in the house style, saved as `<name>[-suffix].png` on leaving."""
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from cycler import cycler
+        from matplotlib import pyplot
+
+        with matplotlib.rc_context({**_STYLE, "axes.prop_cycle": cycler(color=PALETTE)}):
+            figure, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained")
+            yield figure, axes
+            path = self.out / f"{self.name}{'-' if suffix else ''}{suffix}.png"
+            figure.savefig(path, dpi=200)
+            pyplot.close(figure)
+            self.say(f"wrote {path}")
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float | None]:
+    """p50, p95 and p99 (linear between neighbours), with mean and max beside them; None where empty."""
+    if not values:
+        return dict.fromkeys(("p50", "p95", "p99", "mean", "max"))
+    p50, p95, p99 = np.percentile(values, [50, 95, 99])
+    return {"p50": p50, "p95": p95, "p99": p99, "mean": float(np.mean(values)), "max": max(values)}
+
+
+def show(cell: object) -> str:
+    """A figure as a table shows it."""
+    if cell is None:
+        return "–"
+    if isinstance(cell, float):
+        return f"{cell:,.0f}" if abs(cell) >= 1000 or cell == 0 else f"{cell:.3g}"
+    if isinstance(cell, int):
+        return f"{cell:,}"
+    return str(cell)
+
+
+def origin() -> dict[str, Any]:
+    """Where a figure comes from: command, commit, machine, date."""
+    command = Path(sys.argv[0])
+    program = f"python -m {command.parent.name}" if command.name == "__main__.py" else command.name
+    return {
+        "command": shlex.join([*program.split(), *sys.argv[1:]]),
+        "commit": _git("rev-parse", "--short", "HEAD")
+        + ("+changes" if _git("status", "--porcelain") else ""),
+        "machine": machine(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def machine() -> dict[str, Any]:
+    import torch
+
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "vector": torch.backends.cpu.get_cpu_capability(),
+        "memory_gib": round(memory / 2**30, 1),
+        "gpus": gpus,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "ray": version("ray"),
+    }
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(["git", "-C", str(REPO), *arguments], capture_output=True, text=True)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip()
+
+
+def _jsonable(value: object) -> object:
+    """Plain JSON: NaN and infinity become null, NumPy scalars become numbers."""
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value

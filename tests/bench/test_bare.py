@@ -1,0 +1,64 @@
+"""The bare run on a toy model: timelines from arrival, and slots counted only while they work."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from bench import bare
+from bench.workload import Item, Workload
+from engine_actor.engine import Engine, Span, StepRecord
+from policies.fcfs import Fcfs
+from tests.fakes import FakeModel, fake_kv
+
+
+def item(name: str, prompt: int, output: int, arrival: float = 0.0) -> Item:
+    return Item(name, arrival, tuple(range(1, prompt + 1)), output)
+
+
+def record(number: int, seconds: float, slots: list[int], waiting: int = 0) -> StepRecord:
+    spans = [Span(f"r{slot}", "default", slot, "decode", 0, 1, True) for slot in slots]
+    return StepRecord(number, 0.0, phases={"decode": seconds}, spans=spans, waiting=waiting)
+
+
+def test_every_request_gets_its_forced_length_and_a_time_per_token() -> None:
+    load = Workload("toy", tuple(item(f"r{i}", 1 + i, 2 + 3 * i) for i in range(5)))
+    run = bare.drive(Engine(FakeModel(), fake_kv(num_slots=2), Fcfs()), load)
+    assert [len(t.output) for t in run.timelines] == [2, 5, 8, 11, 14]
+    for timeline in run.timelines:
+        assert len(timeline.token_times) == len(timeline.output)
+        assert timeline.token_times == sorted(timeline.token_times)
+        assert timeline.ttft >= 0
+    figures = run.summary()
+    assert figures["completed"] == figures["requests"] == 5
+    assert figures["tokens_per_s"] == pytest.approx(40 / run.seconds)
+
+
+def test_ttft_counts_from_arrival_queue_included() -> None:
+    load = Workload("toy", (item("first", 1, 30), item("second", 1, 1)))
+    engine = Engine(FakeModel(), fake_kv(num_slots=1), Fcfs())
+    ticks = itertools.count()
+    engine.clock = lambda: float(next(ticks))
+    first, second = bare.drive(engine, load).timelines
+    assert second.arrival == first.arrival
+    assert second.ttft > first.e2e
+
+
+def test_a_later_arrival_is_not_submitted_early() -> None:
+    load = Workload("toy", (item("now", 1, 1), item("later", 1, 1, arrival=0.05)))
+    run = bare.drive(Engine(FakeModel(), fake_kv(), Fcfs()), load)
+    assert run.timelines[1].admitted is not None
+    assert run.timelines[1].admitted >= run.started + 0.05
+
+
+def test_utilization_weighs_working_slots_by_time() -> None:
+    records = [record(0, 3.0, [0, 1, 2, 3], waiting=1), record(1, 1.0, [2])]
+    assert bare.utilization(records, slots=4) == pytest.approx((3 * 4 + 1) / 16)
+    assert bare.utilization(records, slots=4, seconds=8.0) == pytest.approx(13 / 32)
+    assert bare.utilization([], slots=4) is None
+
+
+def test_a_slot_counts_once_however_many_rows_it_brings() -> None:
+    twice = record(0, 1.0, [0, 0])
+    assert bare.utilization([twice], slots=2) == pytest.approx(0.5)
