@@ -100,14 +100,26 @@ def latencies(timelines: Sequence[Timeline], seconds: float) -> dict[str, Any]:
 def utilization(records: Sequence[StepRecord], slots: int, seconds: float | None = None) -> float | None:
     """Slots doing an unfinished request's work (prefill or decode) / slots, weighted by time.
 
-    Over `seconds` of wall time, idle time included; over the steps' own time when None. A finished
-    request that keeps its slot, or one that waits its turn for the step's token budget, is not at work.
+    A forward and its sampling count for the slots in it, what surrounds them for all slots of the
+    step. Not at work: a finished request that keeps its slot, a decode that a prefill holds up, a
+    prompt that waits its turn for the token budget. Over `seconds` of wall time, idle time included;
+    over the steps' own time when None.
     """
     total = sum(record.seconds for record in records) if seconds is None else seconds
-    if not total:
-        return None
-    busy = sum(record.seconds * len({span.slot for span in record.spans}) for record in records)
-    return busy / (total * slots)
+    return sum(map(_slot_seconds, records)) / (total * slots) if total else None
+
+
+def _slot_seconds(record: StepRecord) -> float:
+    served: dict[int, set[int]] = {}
+    for span in record.spans:
+        served.setdefault(span.forward, set()).add(span.slot)
+    everyone = len(set().union(*served.values()))
+    forward, busy = -1, 0.0
+    for interval in record.intervals:
+        forward += interval.phase in ("prefill", "decode")
+        in_forward = interval.phase not in ("admit", "retire")
+        busy += interval.seconds * (len(served.get(forward, ())) if in_forward else everyone)
+    return busy
 
 
 class Loaded(SlotModel, Protocol):

@@ -8,7 +8,7 @@ import pytest
 
 from bench import bare
 from bench.workload import Item, Workload
-from engine_actor.engine import Engine, Span, StepRecord
+from engine_actor.engine import Engine, Interval, Span, StepRecord
 from policies.fcfs import Fcfs
 from tests.fakes import FakeModel, fake_kv
 
@@ -19,7 +19,7 @@ def item(name: str, prompt: int, output: int, arrival: float = 0.0) -> Item:
 
 def record(number: int, seconds: float, slots: list[int], waiting: int = 0) -> StepRecord:
     spans = [Span(f"r{slot}", "default", slot, "decode", 0, 1, True) for slot in slots]
-    return StepRecord(number, 0.0, phases={"decode": seconds}, spans=spans, waiting=waiting)
+    return StepRecord(number, 0.0, intervals=[Interval("decode", 0.0, seconds)], spans=spans, waiting=waiting)
 
 
 def test_every_request_gets_its_forced_length_and_a_time_per_token() -> None:
@@ -62,3 +62,15 @@ def test_utilization_weighs_working_slots_by_time() -> None:
 def test_a_slot_counts_once_however_many_rows_it_brings() -> None:
     twice = record(0, 1.0, [0, 0])
     assert bare.utilization([twice], slots=2) == pytest.approx(0.5)
+
+
+def test_a_decode_held_up_by_a_prefill_is_not_at_work() -> None:
+    spans = [
+        Span("new", "default", 0, "prefill", 0, 9, True, forward=0),
+        Span("a", "default", 1, "decode", 5, 1, True, forward=1),
+        Span("b", "default", 2, "decode", 5, 1, True, forward=1),
+    ]
+    phases = {"admit": 0.0, "prefill": 6.0, "sample": 1.0, "decode": 2.0, "retire": 1.0}
+    step = StepRecord(0, 0.0, intervals=[Interval(p, 0.0, s) for p, s in phases.items()], spans=spans)
+    step.intervals.insert(4, Interval("sample", 0.0, 0.0))
+    assert bare.utilization([step], slots=3, seconds=10.0) == pytest.approx((7 * 1 + 2 * 2 + 1 * 3) / 30)
