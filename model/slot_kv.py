@@ -11,13 +11,24 @@ import math
 import numpy as np
 import torch
 
+KEY_BLOCK = 16
+"""CPU: positions whose keys lie together, transposed, so that vector lanes are neighbouring keys."""
+CUDA_PAGE = 256
+"""CUDA: FlashAttention's pages, one per slot here, come in multiples of this many positions."""
+
 
 class SlotKV:
-    """K, V: [n_layer, num_slots + 1, n_kv_head, max_len, head_dim]; a length per slot.
+    """K, V: n_layer x (num_slots + 1) x n_kv_head x max_len x head_dim; a length per slot.
 
     The extra last slot is scratch: padding rows write there and no request owns it.
     Positions and masks come from `lengths` only, so a released slot's leftovers are unreachable.
     `poison` overwrites a slot with NaN when it is released, so that a test can prove it.
+
+    The order in memory is the attention kernel's: on a CPU, keys
+    [layer, slot, head, max_len / KEY_BLOCK, head_dim, KEY_BLOCK] and values
+    [layer, slot, head, max_len, head_dim rounded up to KEY_BLOCK]; on CUDA both
+    [layer, slot, max_len, head, head_dim]. Positions are rounded up to a whole block or page;
+    `max_len` stays what was asked for.
     """
 
     def __init__(
@@ -38,10 +49,17 @@ class SlotKV:
         self.max_len = max_len
         self.scratch = num_slots
         self.poison = poison
-        shape = (n_layer, num_slots + 1, n_kv_head)
-        # Keys lie transposed in memory: the CPU kernel's vector lanes are then neighbouring keys.
-        self.keys = torch.zeros(*shape, head_dim, max_len, dtype=dtype, device=device).transpose(-1, -2)
-        self.values = torch.zeros(*shape, max_len, head_dim, dtype=dtype, device=device)
+        slots = num_slots + 1
+        if torch.device(device).type == "cpu":
+            blocks = math.ceil(max_len / KEY_BLOCK)
+            width = math.ceil(head_dim / KEY_BLOCK) * KEY_BLOCK
+            key_shape: tuple[int, ...] = (n_layer, slots, n_kv_head, blocks, head_dim, KEY_BLOCK)
+            value_shape: tuple[int, ...] = (n_layer, slots, n_kv_head, blocks * KEY_BLOCK, width)
+        else:
+            page = math.ceil(max_len / CUDA_PAGE) * CUDA_PAGE
+            key_shape = value_shape = (n_layer, slots, page, n_kv_head, head_dim)
+        self.keys = torch.zeros(key_shape, dtype=dtype, device=device)
+        self.values = torch.zeros(value_shape, dtype=dtype, device=device)
         self.lengths = np.zeros(num_slots, dtype=np.int64)
         self._free = list(range(num_slots - 1, -1, -1))
 

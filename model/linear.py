@@ -1,0 +1,137 @@
+"""Linear layers, and the row counts at which their rows are bit-identical.
+
+A matrix product may add up a row differently depending on how many rows share the call: the
+library picks another kernel or another blocking. Which counts agree is the library's and the
+machine's business, so it is measured on the loaded weights at start-up, never assumed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+CANDIDATES = (
+    1,
+    2,
+    3,
+    *range(4, 33, 4),
+    40,
+    48,
+    56,
+    64,
+    80,
+    96,
+    112,
+    128,
+    160,
+    192,
+    224,
+    256,
+    320,
+    384,
+    448,
+    512,
+)
+"""Row counts tried: fine steps for decode, coarse ones for prefill."""
+HEAD_CANDIDATES = tuple(count for count in CANDIDATES if count <= 64)
+"""The same for the output head: few rows sample, and its products are large."""
+PROBE_ROWS = 48
+"""Rows whose bits are compared between counts."""
+
+
+class Linear:
+    """y = x W^T + b for x [rows, in]; the weight is repacked once where the library gains from it."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.bias = bias
+        self._packed = weight.device.type == "cpu" and weight.dtype == torch.float32 and torch._C._has_mkldnn
+        # The hint is the row count the packed layout suits best; every count gives right results.
+        self.weight = (
+            torch.ops.mkldnn._reorder_linear_weight(weight, 16) if self._packed else weight.contiguous()
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, in] to [rows, out]."""
+        if self._packed:
+            y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            return y
+        return F.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class RowCounts:
+    """Row counts that may be used, ascending, and what the probe found."""
+
+    kept: tuple[int, ...]
+    candidates: tuple[int, ...]
+    exact: bool
+    """Whether a row's bits are the same at every kept count, position and neighbourhood."""
+    seconds: float
+
+    def tiles(self, rows: int) -> list[int]:
+        """Row counts that cover `rows`: the largest count repeated, then the next that fits."""
+        whole, rest = divmod(rows, self.kept[-1])
+        tiles = [self.kept[-1]] * whole
+        if rest:
+            tiles.append(next(count for count in self.kept if count >= rest))
+        return tiles
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON: candidates, kept, exact, seconds."""
+        return {
+            "candidates": list(self.candidates),
+            "kept": list(self.kept),
+            "exact": self.exact,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def probe_row_counts(layers: Sequence[Linear], candidates: Sequence[int] = CANDIDATES) -> RowCounts:
+    """Find the largest set of row counts at which every layer gives bit-identical rows.
+
+    Runs the layers on seeded random rows. At each count the rows stand at several positions beside
+    different neighbours; a count whose own results differ between those is dropped, and among the
+    rest the largest class with equal bits is kept. Where there is none, all candidates stay usable
+    but the result is not exact.
+    """
+    start = time.perf_counter()
+    classes: dict[tuple[bytes, ...], list[int]] = {}
+    for count in sorted(candidates):
+        results = [_rows_at(layer, count) for layer in layers]
+        if all(result is not None for result in results):
+            classes.setdefault(tuple(result for result in results if result is not None), []).append(count)
+    kept = max(classes.values(), key=lambda counts: (len(counts), counts[-1]), default=[])
+    return RowCounts(
+        kept=tuple(kept or sorted(candidates)),
+        candidates=tuple(sorted(candidates)),
+        exact=bool(kept),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _rows_at(layer: Linear, count: int) -> bytes | None:
+    """The probe rows' results at this count; None if they depend on position or neighbours."""
+    rows = np.random.default_rng(0).standard_normal((max(PROBE_ROWS, count), layer.in_features), np.float32)
+    x = torch.from_numpy(rows).to(layer.weight.device, layer.weight.dtype)
+    found: torch.Tensor | None = None
+    for shift in {0, count // 2, 1}:
+        shifted = x.roll(shift, dims=0)
+        y = torch.cat([layer(part) for part in _windows(shifted, count)])[: len(x)]
+        y = y.roll(-shift, dims=0)[:PROBE_ROWS].view(torch.uint8)
+        if found is not None and not torch.equal(found, y):
+            return None
+        found = y
+    assert found is not None
+    return found.cpu().numpy().tobytes()
+
+
+def _windows(x: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """`x` cut into windows of `count` rows; the last is filled up from the front."""
+    short = -len(x) % count
+    return list(torch.split(torch.cat([x, x[:short]]), count))

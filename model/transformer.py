@@ -1,0 +1,146 @@
+"""The transformer: Llama, Mistral, Qwen2 and Qwen3 are one architecture with a few switches.
+
+One forward takes the rows of a ragged batch, whoever they belong to, and returns the logits of the
+rows that want them. Everything but attention treats a row on its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from model.attention import Attention, CpuAttention, CudaAttention, HeadLayout, Rope
+from model.batch import Batch
+from model.linear import HEAD_CANDIDATES, Linear, probe_row_counts
+from model.ops import add_rms_norm, silu_mul
+from model.slot_kv import SlotKV
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of a model, read from its files."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    n_layer: int
+    n_head: int
+    n_kv_head: int
+    head_dim: int
+    norm_eps: float
+    context: int
+    """Positions the model can tell apart and attend to; no sequence may be longer."""
+    tied_head: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    eos_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One block's weights; q, k, v and gate, up are fused."""
+
+    attention_norm: torch.Tensor
+    qkv: Linear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    output: Linear
+    mlp_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """All of a model's weights, on their device."""
+
+    embedding: torch.Tensor
+    layers: list[Layer]
+    norm: torch.Tensor
+    head: Linear
+    inverse_frequencies: torch.Tensor
+    """[head_dim / 2], fp32: the rotary embedding's, scaling included."""
+
+
+class Transformer:
+    """A SlotModel: `forward` maps rows of tokens in slots to logits."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self.config = config
+        self.vocab_size = config.vocab_size
+        self.dtype = weights.embedding.dtype
+        self.device = weights.embedding.device
+        self._weights = weights
+        layout = HeadLayout(config.n_head, config.n_kv_head, config.head_dim, config.norm_eps)
+        rope = Rope(weights.inverse_frequencies, config.context, self.device)
+        self._attention: Attention = (
+            CpuAttention(layout, rope) if self.device.type == "cpu" else CudaAttention(layout, rope)
+        )
+        first = weights.layers[0]
+        self.row_counts = probe_row_counts([first.qkv, first.output, first.gate_up, first.down])
+        self.head_row_counts = probe_row_counts([weights.head], HEAD_CANDIDATES)
+        self.exact = self.row_counts.exact and self.head_row_counts.exact
+
+    def new_kv(self, num_slots: int, max_len: int, *, poison: bool = False) -> SlotKV:
+        """Slot KV for this model. Raises ValueError if `max_len` exceeds the model's context."""
+        if max_len > self.config.context:
+            raise ValueError(f"max_len {max_len} exceeds the model's context of {self.config.context} tokens")
+        return SlotKV(
+            n_layer=self.config.n_layer,
+            num_slots=num_slots,
+            n_kv_head=self.config.n_kv_head,
+            max_len=max_len,
+            head_dim=self.config.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+            poison=poison,
+        )
+
+    def row_count(self, rows: int) -> int:
+        """See SlotModel."""
+        return sum(self.row_counts.tiles(rows))
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, kv: SlotKV) -> torch.Tensor:
+        """See SlotModel. A batch beyond the largest exact row count runs as several, in order."""
+        hidden = []
+        start = 0
+        for count in self.row_counts.tiles(len(batch)):
+            end = min(start + count, len(batch))
+            padding = (0, start + count - end)
+            tokens = np.pad(batch.tokens[start:end], padding)
+            positions = np.pad(batch.positions[start:end], padding)
+            slots = np.pad(batch.slots[start:end], padding, constant_values=kv.scratch)
+            wanted = batch.logit_rows[(batch.logit_rows >= start) & (batch.logit_rows < end)] - start
+            rows = self._rows(tokens, positions, slots, kv)
+            hidden.append(rows[torch.from_numpy(wanted).to(self.device)])
+            start = end
+        return self._logits(torch.cat(hidden))
+
+    def _rows(self, tokens: np.ndarray, positions: np.ndarray, slots: np.ndarray, kv: SlotKV) -> torch.Tensor:
+        """The last block's output, normalised: [rows, hidden]."""
+        eps = self.config.norm_eps
+        x = self._weights.embedding[torch.from_numpy(tokens).to(self.device)]
+        delta = torch.zeros_like(x)
+        self._attention.begin(positions, slots, kv)
+        for i, layer in enumerate(self._weights.layers):
+            h = add_rms_norm(x, delta, layer.attention_norm, eps)
+            a = self._attention(i, layer.qkv(h), layer.q_norm, layer.k_norm)
+            h = add_rms_norm(x, layer.output(a), layer.mlp_norm, eps)
+            delta = layer.down(silu_mul(layer.gate_up(h)))
+        return add_rms_norm(x, delta, self._weights.norm, eps)
+
+    def _logits(self, rows: torch.Tensor) -> torch.Tensor:
+        logits = torch.empty(len(rows), self.vocab_size, device=self.device)
+        start = 0
+        for count in self.head_row_counts.tiles(len(rows)):
+            part = rows[start : start + count]
+            padded = torch.nn.functional.pad(part, (0, 0, 0, count - len(part)))
+            logits[start : start + count] = self._weights.head(padded)[: len(part)]
+            start += count
+        return logits
