@@ -1,0 +1,191 @@
+"""Spans on their way out: queued, bounded, counted, and never in anybody's way."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from google.protobuf.json_format import MessageToDict  # type: ignore[import-untyped]
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import Event, ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode
+from opentelemetry.util.types import AttributeValue
+
+from engine_actor.span_export import (
+    SAMPLED,
+    SCOPE,
+    STARTUP_SPAN,
+    JsonLinesExporter,
+    SpanSink,
+    open_exporter,
+    otlp_json,
+    service_resource,
+)
+from tests.otlp_receiver import otlp_receiver
+
+RESOURCE = Resource({"service.name": "slotserve"})
+
+
+def span(number: int = 1) -> ReadableSpan:
+    context = SpanContext(0xABC0 + number, 0xDEF0 + number, False, SAMPLED)
+    attributes: dict[str, AttributeValue] = {
+        "text": "a",
+        "count": 3,
+        "share": 0.5,
+        "yes": True,
+        "ids": ("x", "y"),
+    }
+    return ReadableSpan(
+        f"span {number}",
+        context,
+        SpanContext(context.trace_id, 7, True, SAMPLED),
+        RESOURCE,
+        attributes,
+        [Event("chunk", {"tokens": 5}, timestamp=1_000_000_010)],
+        [Link(SpanContext(5, 6, False, SAMPLED), {"why": "slowest"})],
+        SpanKind.SERVER,
+        status=Status(StatusCode.ERROR, "it broke"),
+        start_time=1_000_000_000,
+        end_time=2_000_000_000,
+        instrumentation_scope=SCOPE,
+    )
+
+
+class StubbornExporter(SpanExporter):
+    """Fails or blocks on command."""
+
+    def __init__(self) -> None:
+        self.taken: list[str] = []
+        self.failing = False
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.gate.wait(10)
+        if self.failing:
+            raise ConnectionError("nobody there")
+        self.taken += [span.name for span in spans]
+        return SpanExportResult.SUCCESS
+
+
+def test_the_startup_span_goes_first_and_its_acknowledgement_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    exporter = InMemorySpanExporter()
+    sink = SpanSink(exporter, "memory", RESOURCE, interval=0.01)
+    sink.offer([span(1), span(2)])
+    assert sink.force_flush(5000)
+    assert [item.name for item in exporter.get_finished_spans()] == [STARTUP_SPAN, "span 1", "span 2"]
+    assert "traces: memory; it acknowledged the start-up span" in caplog.text
+    assert (sink.exported, sink.dropped) == (3, 0)
+    sink.shutdown()
+
+
+def test_a_sink_holds_so_many_spans_and_counts_the_rest() -> None:
+    exporter = StubbornExporter()
+    exporter.gate.clear()
+    sink = SpanSink(exporter, "slow", RESOURCE, capacity=3, interval=0.01)
+    sink.offer(span(number) for number in range(3))
+    assert sink.dropped == 0
+    sink.offer([span(3)])
+    assert sink.dropped == 1
+    exporter.gate.set()
+    assert sink.force_flush(5000)
+    assert exporter.taken == [STARTUP_SPAN, "span 0", "span 1", "span 2"]
+    sink.shutdown()
+
+
+def test_a_dead_collector_is_warned_about_once_and_again_when_it_lives(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    exporter = StubbornExporter()
+    exporter.failing = True
+    sink = SpanSink(exporter, "grave", RESOURCE, interval=0.01, retry_after=0.02)
+    for _ in range(5):
+        sink.offer([span()])
+        time.sleep(0.03)
+    exporter.failing = False
+    deadline = time.monotonic() + 5
+    while not exporter.taken and time.monotonic() < deadline:
+        sink.offer([span()])
+        time.sleep(0.03)
+    sink.shutdown()
+    messages = [record.message for record in caplog.records if record.name == "engine_actor.span_export"]
+    assert len(messages) == 2
+    assert "grave does not take spans" in messages[0]
+    assert "grave works again" in messages[1]
+    assert sink.dropped > 0
+
+
+def test_offering_to_a_blocked_exporter_costs_microseconds() -> None:
+    exporter = StubbornExporter()
+    exporter.gate.clear()
+    sink = SpanSink(exporter, "stuck", RESOURCE)
+    one = span()
+    started = time.perf_counter()
+    for _ in range(10_000):
+        sink.offer((one,))
+    seconds = time.perf_counter() - started
+    exporter.gate.set()
+    sink.shutdown()
+    assert seconds / 10_000 < 100e-6
+
+
+def test_our_json_is_protobufs_own() -> None:
+    theirs = MessageToDict(encode_spans([span()]), use_integers_for_enums=True)
+    [theirs_span] = theirs["resourceSpans"][0]["scopeSpans"][0]["spans"]
+    [ours] = otlp_json([span()])["resourceSpans"][0]["scopeSpans"][0]["spans"]
+    assert ours["traceId"] == f"{span().context.trace_id:032x}"
+    # OTLP's JSON has ids in hexadecimal where protobuf's has base64, and flags are optional.
+    for item in (ours, theirs_span, ours["links"][0], theirs_span["links"][0]):
+        for key in ("traceId", "spanId", "parentSpanId", "flags"):
+            item.pop(key, None)
+    assert ours == theirs_span
+
+
+def test_files_are_a_bounded_ring(tmp_path: Path) -> None:
+    exporter = JsonLinesExporter(tmp_path, "engine-0", file_bytes=2000, files=3)
+    for number in range(40):
+        exporter.export([span(number)])
+    files = sorted(tmp_path.iterdir(), key=lambda path: int(path.stem.rsplit("-", 1)[1]))
+    assert len(files) == 3
+    assert all(path.stat().st_size <= 2000 for path in files)
+    lines = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+    names = [line["resourceSpans"][0]["scopeSpans"][0]["spans"][0]["name"] for line in lines]
+    assert names == [f"span {number}" for number in range(40 - len(names), 40)]
+
+
+def test_the_directory_of_earlier_runs_is_bounded_too(tmp_path: Path) -> None:
+    for number in range(10):
+        (tmp_path / f"old-{number}.jsonl").write_bytes(b"x" * 1000)
+    JsonLinesExporter(tmp_path, "engine-0", file_bytes=1000, directory_bytes=5000)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) == 4000
+
+
+def test_the_environment_chooses_the_exporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", raising=False)
+    exporter, where = open_exporter(tmp_path, "engine-0")
+    assert isinstance(exporter, JsonLinesExporter)
+    assert str(tmp_path / "traces") in where
+    with otlp_receiver() as receiver:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
+        exporter, where = open_exporter(tmp_path, "engine-0")
+        assert receiver.url in where
+        sink = SpanSink(exporter, where, service_resource("engine-0", "1.2"), interval=0.01)
+        sink.offer([span()])
+        assert sink.force_flush(5000)
+        sink.shutdown()
+        assert {item.name for item in receiver.spans} == {STARTUP_SPAN, "span 1"}
+        [startup] = [item for item in receiver.spans if item.name == STARTUP_SPAN]
+        assert startup.resource["service.name"] == "slotserve"
+        assert startup.resource["service.instance.id"] == "engine-0"
