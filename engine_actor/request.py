@@ -39,6 +39,8 @@ class Request:
     arrival: float = 0.0
     """When the request reached the HTTP layer: TTFT counts from here, queue wait included."""
     resumed: list[int] = field(default_factory=list)
+    trace_context: dict[str, str] = field(default_factory=dict)
+    """W3C `traceparent` (and `tracestate`) of the span that this request's spans belong under."""
 
     tokens: list[int] = field(init=False)
     """Prompt, then output so far: all that recompute needs."""

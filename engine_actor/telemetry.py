@@ -1,0 +1,321 @@
+"""Watches the step loop: spans and metrics per step and per request, and a ring of the last steps.
+
+The step thread only appends to a queue. Everything else happens on a thread of its own, in batches,
+so that it takes the interpreter for short moments and not once per step.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from opentelemetry.trace import SpanContext
+
+from engine_actor.engine import Span, StepRecord
+from engine_actor.metrics import EngineMetrics
+from engine_actor.request import Output, Request
+from engine_actor.span_export import SpanSink
+from engine_actor.spans import (
+    MAX_CHUNK_EVENTS,
+    MAX_STAGES,
+    Stage,
+    StageName,
+    parse_context,
+    request_spans,
+    step_spans,
+)
+from engine_actor.step_wire import encode_step
+
+log = logging.getLogger(__name__)
+
+HISTORY_SECONDS = 600
+"""How far back steps are kept, and the most that can be asked for."""
+HISTORY_STEPS = 36_000
+"""Steps kept at most: ten minutes at 60 a second, some 60 MB with 16 slots."""
+BACKLOG = 4096
+"""Steps that may wait to be looked at; more are not recorded, and counted."""
+BATCH_SECONDS = 0.05
+IDLE_SECONDS = 5.0
+"""Pause between looks while nothing happens: gauges in Ray need to be refreshed now and then."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Submitted:
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class _Stepped:
+    record: StepRecord
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    request: Request
+
+
+@dataclass(slots=True)
+class _Life:
+    """A request as far as the records have told it."""
+
+    request: Request
+    tenant: str
+    """The metric label."""
+    parent: SpanContext | None
+    stages: list[Stage]
+    computed: int = 0
+    """Most tokens ever cached for it: those below are recomputed when prefilled again."""
+    last_token: float | None = None
+    waits: bool = True
+
+
+class Telemetry:
+    """An observer of the step loop (on_submit, on_step, on_end), and what others ask about it."""
+
+    def __init__(
+        self,
+        engine: str,
+        metrics: EngineMetrics,
+        sink: SpanSink | None,
+        *,
+        policy: str,
+        link_all_steps: bool = False,
+        history_steps: int = HISTORY_STEPS,
+        history_seconds: float = HISTORY_SECONDS,
+    ) -> None:
+        self.metrics = metrics
+        self._engine = engine
+        self._sink = sink
+        self._policy = policy
+        self._link_all_steps = link_all_steps
+        self._history_seconds = history_seconds
+        self._events: deque[_Submitted | _Stepped | _Ended] = deque()
+        self._dropped = 0
+        self._seen = threading.Lock()
+        """Held while events are processed."""
+        self._wake = threading.Event()
+        self._closing = False
+        self._lives: dict[str, _Life] = {}
+        self._waiting: dict[str, int] = {}
+        self._news: dict[str, list[Any]] = {"arrived": [], "ended": []}
+        self._latest: StepRecord | None = None
+        self._gauged = 0.0
+        self._spans_out = (0, 0)
+        self._ring: deque[tuple[int, float, bytes]] = deque(maxlen=history_steps)
+        self._ring_lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
+        self._thread.start()
+
+    # On the step thread.
+
+    def on_submit(self, request: Request) -> None:
+        """A request has reached the engine."""
+        self._append(_Submitted(request))
+
+    def on_step(self, record: StepRecord, outputs: Sequence[Output]) -> None:
+        """A step is over."""
+        if len(self._events) < BACKLOG:
+            self._append(_Stepped(record))
+        else:
+            self._dropped += 1
+
+    def on_end(self, request: Request) -> None:
+        """A request has left the engine: finished, aborted, failed or refused."""
+        self._append(_Ended(request))
+
+    def _append(self, event: _Submitted | _Stepped | _Ended) -> None:
+        self._events.append(event)
+        if not self._wake.is_set():
+            self._wake.set()
+
+    # On any thread.
+
+    def flush(self) -> None:
+        """Look at everything that has happened so far."""
+        with self._seen:
+            self._process()
+
+    def steps_since(self, number: int, limit: int) -> list[bytes]:
+        """Encoded steps after step `number`, the oldest first; the newest `limit` of them."""
+        found: list[bytes] = []
+        with self._ring_lock:
+            for step, _, line in reversed(self._ring):
+                if step <= number or len(found) == limit:
+                    break
+                found.append(line)
+        return found[::-1]
+
+    def steps_of_last(self, seconds: float) -> list[bytes]:
+        """Encoded steps that started within the last `seconds`, the oldest first."""
+        since = time.time() - seconds
+        with self._ring_lock:
+            return [line for _, started, line in self._ring if started >= since]
+
+    def waiting(self) -> dict[str, int]:
+        """Requests that wait, by tenant."""
+        return {tenant: count for tenant, count in self._waiting.copy().items() if count}
+
+    @property
+    def last_step(self) -> int:
+        """Number of the newest step in the ring; -1 before the first."""
+        with self._ring_lock:
+            return self._ring[-1][0] if self._ring else -1
+
+    def close(self) -> None:
+        """Look at what is left, and end the thread. The sink stays its owner's to shut down."""
+        self._closing = True
+        self._wake.set()
+        self._thread.join(timeout=5)
+
+    # On the telemetry thread.
+
+    def _run(self) -> None:
+        while not self._closing:
+            if self._wake.wait(IDLE_SECONDS) and not self._closing:
+                time.sleep(BATCH_SECONDS)
+                self._wake.clear()
+            try:
+                self.flush()
+            except Exception:
+                log.exception("telemetry failed; the engine is not affected")
+
+    def _process(self) -> None:
+        while self._events:
+            match self._events.popleft():
+                case _Submitted(request):
+                    self._submitted(request)
+                case _Stepped(record):
+                    self._stepped(record)
+                case _Ended(request):
+                    self._ended(request)
+        now = time.monotonic()
+        if now - self._gauged >= 1.0:
+            self._gauged = now
+            self._count_spans()
+            self.metrics.gauge_all(self._latest, self._waiting)
+
+    def _submitted(self, request: Request) -> None:
+        queue = Stage("queue", request.arrival, request.arrival)
+        tenant = self.metrics.tenant(request.tenant)
+        parent = parse_context(request.trace_context) if self._sink else None
+        self._lives[request.id] = _Life(request, tenant, parent, [queue])
+        self._waits(request.tenant, 1)
+        self._news["arrived"].append(
+            [request.id, request.tenant, request.arrival, request.prompt_len, request.params.max_tokens]
+        )
+
+    def _stepped(self, record: StepRecord) -> None:
+        self._latest = record
+        self.metrics.stepped(record)
+        context: SpanContext | None = None
+        if self._sink is not None:
+            spans = step_spans(record, self._engine, self._policy, self._sink.resource)
+            context = spans[0].context
+            self._sink.offer(spans)
+        for request_id in record.preempted:
+            self.metrics.preemptions.inc(reason="kv")
+            if (life := self._lives.get(request_id)) is not None:
+                self._next_stage(life, "preempted", record.started)
+                life.waits = True
+                self._waits(life.request.tenant, 1)
+        for request_id in record.admitted:
+            if (life := self._lives.get(request_id)) is not None:
+                self._admitted(life, record)
+        for span in record.spans:
+            if (life := self._lives.get(span.request_id)) is not None:
+                self._served(life, span, record, context)
+        self._keep(record)
+
+    def _admitted(self, life: _Life, record: StepRecord) -> None:
+        life.waits = False
+        self._waits(life.request.tenant, -1)
+        if len(life.stages) == 1:
+            life.stages[0].start = life.request.queued
+            self.metrics.queue_time.observe(record.started - life.request.queued, tenant=life.tenant)
+            self.metrics.prompt_tokens.inc(life.request.prompt_len, tenant=life.tenant)
+        self._next_stage(life, "prefill", record.started)
+
+    def _served(self, life: _Life, span: Span, record: StepRecord, context: SpanContext | None) -> None:
+        stage = life.stages[-1]
+        stage.slot = span.slot
+        if context is not None:
+            stage.rode_in(record.number, record.seconds, context, keep=self._link_all_steps)
+        if span.kind == "prefill":
+            stage.tokens += span.tokens
+            stage.chunk_count += 1
+            if len(stage.chunks) < MAX_CHUNK_EVENTS:
+                stage.chunks.append((record.started, record.number, span.start, span.tokens))
+            self.metrics.recomputed_tokens.inc(max(0, min(life.computed - span.start, span.tokens)))
+        life.computed = max(life.computed, span.start + span.tokens)
+        if span.sampled:
+            self._token(life, span, record)
+
+    def _token(self, life: _Life, span: Span, record: StepRecord) -> None:
+        # A token is out when its step is over: that is when its frame leaves.
+        now = record.started + record.seconds
+        if span.kind == "prefill":
+            self._next_stage(life, "decode", now)
+        else:
+            life.stages[-1].tokens += 1
+        self.metrics.output_tokens.inc(tenant=life.tenant)
+        if life.last_token is not None:
+            self.metrics.itl.observe(now - life.last_token, tenant=life.tenant)
+        elif not life.request.resumed:
+            self.metrics.ttft.observe(now - life.request.arrival, tenant=life.tenant)
+        life.last_token = now
+
+    def _ended(self, request: Request) -> None:
+        reason = request.finish_reason or "error"
+        if (life := self._lives.pop(request.id, None)) is None:
+            return
+        if life.waits:
+            self._waits(request.tenant, -1)
+        # A finished request's last token is out with its step; an aborted one ends when it is dropped.
+        at_step = life.last_token if reason in ("stop", "length") else None
+        end = at_step or request.finished or request.queued
+        self.metrics.requests.inc(tenant=life.tenant, finish_reason=reason)
+        if reason == "abort":
+            self.metrics.aborts.inc(tenant=life.tenant)
+        else:
+            self.metrics.e2e.observe(max(0.0, end - request.arrival), tenant=life.tenant)
+        life.stages[-1].end = max(end, life.stages[-1].start)
+        if life.parent is not None and life.parent.trace_flags.sampled and self._sink is not None:
+            stages = [stage for stage in life.stages if stage.name != "decode" or stage.tokens]
+            self._sink.offer(
+                request_spans(request.id, life.parent, stages, self._engine, self._sink.resource, reason)
+            )
+        self._news["ended"].append([request.id, reason, end])
+
+    def _next_stage(self, life: _Life, name: StageName, at: float) -> None:
+        life.stages[-1].end = max(at, life.stages[-1].start)
+        life.stages.append(Stage(name, life.stages[-1].end, life.stages[-1].end))
+        if len(life.stages) > MAX_STAGES:
+            del life.stages[1]
+
+    def _waits(self, tenant: str, change: int) -> None:
+        self._waiting[tenant] = self._waiting.get(tenant, 0) + change
+        if not self._waiting[tenant]:
+            del self._waiting[tenant]
+
+    def _keep(self, record: StepRecord) -> None:
+        news, self._news = self._news, {"arrived": [], "ended": []}
+        line = encode_step(record, {"queue": dict(self._waiting), **news})
+        horizon = record.started - self._history_seconds
+        with self._ring_lock:
+            self._ring.append((record.number, record.started, line))
+            while self._ring[0][1] < horizon:
+                self._ring.popleft()
+
+    def _count_spans(self) -> None:
+        self.metrics.records_dropped.inc(self._dropped)
+        self._dropped = 0
+        if self._sink is not None:
+            exported, dropped = self._sink.exported, self._sink.dropped
+            self.metrics.spans_exported.inc(exported - self._spans_out[0])
+            self.metrics.spans_dropped.inc(dropped - self._spans_out[1])
+            self._spans_out = (exported, dropped)
