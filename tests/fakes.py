@@ -15,9 +15,9 @@ def fake_kv(num_slots: int = 4, max_len: int = 64, *, poison: bool = True) -> Sl
 
 
 class FakeModel:
-    """Caches token ids as keys; the next token is a hash of all cached ids up to its position.
+    """Caches token ids as values; the next token is a hash of all cached ids up to its position.
 
-    A stale key, a wrong position or a neighbour's slot changes the answer, and a poisoned one
+    A stale value, a wrong position or a neighbour's slot changes the answer, and a poisoned one
     (NaN) raises.
     """
 
@@ -32,10 +32,10 @@ class FakeModel:
     def forward(self, batch: Batch, kv: SlotKV) -> torch.Tensor:
         self.forwards.append(batch)
         for token, position, slot in zip(batch.tokens, batch.positions, batch.slots, strict=True):
-            kv.keys[0, slot, 0, position, 0] = float(token)
+            kv.values[0, slot, 0, position, 0] = float(token)
         logits = torch.zeros(len(batch.logit_rows), VOCAB)
         for sample, row in enumerate(batch.logit_rows):
-            seen = kv.keys[0, batch.slots[row], 0, : batch.positions[row] + 1, 0]
+            seen = kv.values[0, batch.slots[row], 0, : batch.positions[row] + 1, 0]
             logits[sample] = torch.rand(VOCAB, generator=torch.Generator().manual_seed(context_hash(seen)))
         return logits
 
