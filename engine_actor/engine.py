@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from engine_actor.request import FinishReason, Output, Phase, Request
+from engine_actor.request import FinishReason, Output, Phase, PreemptReason, Request
 from engine_actor.scheduler import Mode, Plan, Scheduler, Work
 from model import sampler
 from model.batch import Batch, SlotModel
@@ -73,7 +73,8 @@ class StepRecord:
     padded_rows: int = 0
     """Rows computed, padding included."""
     admitted: list[str] = field(default_factory=list)
-    preempted: list[str] = field(default_factory=list)
+    preempted: dict[str, PreemptReason] = field(default_factory=dict)
+    """Why each lost its slot, by id."""
     finished: list[str] = field(default_factory=list)
     waiting: int = 0
     running: int = 0
@@ -120,6 +121,7 @@ class Engine:
         )
         self.clock = clock
         self.steps = 0
+        self._submitted = 0
         self.requests: dict[str, Request] = {}
         """Everything submitted and not finished, by id."""
 
@@ -138,6 +140,8 @@ class Engine:
                 f"{request.max_tokens_total}, but this engine can hold {limit} tokens for one request"
             )
         request.queued = self.clock()
+        request.sequence = self._submitted
+        self._submitted += 1
         self.requests[request.id] = request
         self.scheduler.policy.enqueue(request, request.queued)
 
@@ -151,11 +155,16 @@ class Engine:
             self._close(request, reason)
         else:
             self._close(request, reason)
-            self.scheduler.retire(request)
+            self.scheduler.retire_finished()
         return True
 
     def has_work(self) -> bool:
         return bool(self.requests)
+
+    @property
+    def waiting(self) -> int:
+        """Requests submitted and without a slot."""
+        return len(self.scheduler.policy)
 
     def step(self) -> tuple[list[Output], StepRecord]:
         """Admit, prefill, decode one token for every running request, retire the finished."""
@@ -170,9 +179,7 @@ class Engine:
         if plan.decode:
             self._compute(plan.decode, record, outputs, "decode", padding=self.scheduler.held_slots)
         with _timed(record, "retire"):
-            for request in [r for r in self.scheduler.running if r.phase is Phase.FINISHED]:
-                self.scheduler.retire(request)
-                record.finished.append(request.id)
+            record.finished = [request.id for request in self.scheduler.retire_finished()]
 
         self._describe(record, plan)
         return outputs, record
@@ -262,6 +269,7 @@ class Engine:
         """Append a token; mark the request finished if it is the last one."""
         index = request.num_output
         request.tokens.append(sampled.token)
+        self.scheduler.policy.charge(request, 0, 1)
         request.phase = Phase.DECODE
         scores: tuple[Sampled, ...] = ()
         if request.first_token is None:
@@ -281,7 +289,7 @@ class Engine:
     def _describe(self, record: StepRecord, plan: Plan) -> None:
         scheduler = self.scheduler
         record.admitted = [request.id for request in plan.admitted]
-        record.preempted = [request.id for request in plan.preempted]
+        record.preempted = {request.id: reason for request, reason in plan.preempted.items()}
         record.waiting = len(scheduler.policy)
         record.running = len(scheduler.running)
         record.free_slots = self.kv.free_slots

@@ -10,6 +10,9 @@ from model.sampler import Sampled, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+PreemptReason = Literal["kv", "displaced"]
+"""`kv`: the KV budget ran out. `displaced`: another request, by the policy more deserving, needed room."""
+
 NO_SLOT = -1
 
 
@@ -46,6 +49,8 @@ class Request:
     """Prompt, then output so far: all that recompute needs."""
     prompt_len: int = field(init=False)
     phase: Phase = Phase.WAITING
+    sequence: int = 0
+    """Number of the submission, given by the engine; breaks ties between equal arrivals."""
     slot: int = NO_SLOT
     computed: int = 0
     """Leading tokens whose keys and values are in the slot."""
@@ -55,6 +60,8 @@ class Request:
     finished: float | None = None
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0
+    num_displacements: int = 0
+    """Those of the preemptions that made room for another request, not for want of KV."""
     recomputed_tokens: int = 0
     """Tokens prefilled more than once because a preemption forgot them."""
     prompt_scores: list[Sampled] = field(default_factory=list)

@@ -6,10 +6,11 @@ V1's). A request that lacks one token decodes; one that lacks more prefills.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
-from engine_actor.request import NO_SLOT, Phase, Request
+from engine_actor.request import NO_SLOT, Phase, PreemptReason, Request
 from model.slot_kv import SlotKV
 from policies.base import Policy
 
@@ -31,7 +32,7 @@ class Plan:
     prefills: list[list[Work]] = field(default_factory=list)
     decode: list[Work] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
+    preempted: dict[Request, PreemptReason] = field(default_factory=dict)
 
 
 class Scheduler:
@@ -65,6 +66,7 @@ class Scheduler:
         """Slot holders in order of admission."""
         self._held: list[int] = []
         """Slots of finished requests that a gang policy gives back only with the whole batch."""
+        policy.capacity(self.kv_budget)
 
     @property
     def largest_request(self) -> int:
@@ -78,11 +80,12 @@ class Scheduler:
     def plan(self, now: float) -> Plan:
         """Choose this step's work: keep the running ones within budget, then admit, then share rows."""
         plan = Plan()
-        self._shrink(plan, now)
-        if not plan.preempted:
-            self._admit(plan, now)
+        demand = self._shrink(plan, now)
+        self._admit(plan, demand, now)
         plan.decode = [Work(r, 1) for r in self.running if r.phase is Phase.DECODE]
         prefilling = [r for r in self.running if r.phase is Phase.PREFILL]
+        if prefilling:
+            prefilling = cast(list[Request], self.policy.order(prefilling, now))
         if self.mode == "chunked":
             self._chunk(plan, prefilling)
         elif prefilling:
@@ -90,9 +93,17 @@ class Scheduler:
             plan.prefills = [[work] for work in whole] if self.mode == "separate" else [whole]
         return plan
 
-    def retire(self, request: Request) -> None:
-        """Take a finished request off the running list and free its slot at once."""
-        self.running.remove(request)
+    def retire_finished(self) -> list[Request]:
+        """Take the finished requests off the running list and free their slots at once."""
+        finished = [r for r in self.running if r.phase is Phase.FINISHED]
+        if finished:
+            self.running = [r for r in self.running if r.phase is not Phase.FINISHED]
+            for request in finished:
+                self.policy.finish(request)
+                self._release(request)
+        return finished
+
+    def _release(self, request: Request) -> None:
         if self.policy.gang:
             self.kv.clear(request.slot)
             self._held.append(request.slot)
@@ -103,7 +114,7 @@ class Scheduler:
             self.kv.release(request.slot)
         request.slot = NO_SLOT
 
-    def preempt(self, request: Request, now: float) -> None:
+    def _preempt(self, request: Request, reason: PreemptReason, plan: Plan, now: float) -> None:
         """Forget the KV, keep the tokens: the request waits again and will recompute."""
         self.running.remove(request)
         self.kv.release(request.slot)
@@ -111,42 +122,63 @@ class Scheduler:
         request.recomputed_tokens += request.computed
         request.computed = 0
         request.num_preemptions += 1
+        request.num_displacements += reason == "displaced"
         request.phase = Phase.WAITING
         self.policy.enqueue(request, now)
+        plan.preempted[request] = reason
 
-    def _demand(self) -> int:
-        """Tokens cached once every running request has caught up: this step's upper bound."""
-        return sum(len(r.tokens) for r in self.running)
+    def _shrink(self, plan: Plan, now: float) -> int:
+        """Preempt until this step fits the budget; returns the tokens cached when it is done.
 
-    def _shrink(self, plan: Plan, now: float) -> None:
-        # The first of the running is safe: someone always finishes, so any pool drains.
-        while self._demand() > self.kv_budget:
-            victim = cast(Request, self.policy.victim(self.running[1:], now))
-            self.preempt(victim, now)
-            plan.preempted.append(victim)
+        The policy's first is never reached, since one request always fits: someone always finishes,
+        so any pool drains.
+        """
+        demand = sum(len(r.tokens) for r in self.running)
+        if demand > self.kv_budget:
+            order = cast(list[Request], self.policy.order(self.running, now))
+            while demand > self.kv_budget:
+                victim = order.pop()
+                demand -= len(victim.tokens)
+                self._preempt(victim, "kv", plan, now)
+        return demand
 
-    def _admit(self, plan: Plan, now: float) -> None:
+    def _admit(self, plan: Plan, demand: int, now: float) -> None:
         if self.policy.gang and self.running:
             return
-        demand = self._demand()
         while (head := cast(Request | None, self.policy.peek(now))) is not None:
-            # One token of growth for each neighbour, or the newcomer would be preempted at once.
-            watermark = len(self.running)
-            if not self.kv.free_slots or demand + len(head.tokens) + watermark > self.kv_budget:
-                yielding = cast(Request | None, self.policy.displaced(head, self.running, now))
-                if yielding is None:
+            if not self._fits(head, self.kv.free_slots, demand, len(self.running)):
+                yielding = self._yielding(head, plan, demand, now)
+                if not yielding:
                     return
-                demand -= len(yielding.tokens)
-                self.preempt(yielding, now)
-                plan.preempted.append(yielding)
+                for request in yielding:
+                    demand -= len(request.tokens)
+                    self._preempt(request, "displaced", plan, now)
                 continue
             self.policy.admit(head, now)
+            if head.admitted is None:
+                head.admitted = now
+                # Tokens that another engine produced mean that it was charged for the prompt, too.
+                self.policy.charge(head, 0 if head.resumed else head.prompt_len, 0)
             head.slot = self.kv.acquire()
             head.phase = Phase.PREFILL
-            head.admitted = now if head.admitted is None else head.admitted
             self.running.append(head)
             plan.admitted.append(head)
             demand += len(head.tokens)
+
+    def _fits(self, request: Request, free_slots: int, demand: int, neighbours: int) -> bool:
+        # One token of growth for each neighbour, or somebody would be preempted in the next step.
+        return free_slots > 0 and demand + len(request.tokens) + neighbours <= self.kv_budget
+
+    def _yielding(self, head: Request, plan: Plan, demand: int, now: float) -> list[Request]:
+        """The fewest of those the policy lets `head` displace that make room for it."""
+        # Who was admitted in this very step stays: two requests must not trade places within a plan.
+        running = [r for r in self.running if r not in plan.admitted] if plan.admitted else self.running
+        candidates = cast(Sequence[Request], self.policy.displaced(head, running, now))
+        for count, request in enumerate(candidates, start=1):
+            demand -= len(request.tokens)
+            if self._fits(head, self.kv.free_slots + count, demand, len(self.running) - count):
+                return list(candidates[:count])
+        return list(candidates) if self.policy.insists else []
 
     def _chunk(self, plan: Plan, prefilling: list[Request]) -> None:
         room = self.max_step_tokens - len(plan.decode)

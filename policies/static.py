@@ -1,0 +1,16 @@
+"""Static batching, the baseline: a batch fills, runs until its last request is done, then the next."""
+
+from __future__ import annotations
+
+from policies.fcfs import Fcfs
+
+
+class Static(Fcfs):
+    """Arrival order, one batch at a time. A finished request's slot stays in the batch as padding.
+
+    A fair baseline: a batch takes whatever waits, up to the slots, without waiting to be full; tokens
+    stream as they come; the next batch starts in the step after the last request is done.
+    """
+
+    name = "static"
+    gang = True
