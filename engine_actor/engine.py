@@ -9,7 +9,9 @@ while engine.has_work():
 from __future__ import annotations
 
 import logging
+import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +29,8 @@ from model.slot_kv import SlotKV
 from policies.base import Policy
 
 log = logging.getLogger(__name__)
+
+PREEMPTION_LOG_SECONDS = 1.0
 
 
 class RequestRefusedError(ValueError):
@@ -122,6 +126,8 @@ class Engine:
         self.clock = clock
         self.steps = 0
         self._submitted = 0
+        self._unlogged: Counter[PreemptReason] = Counter()
+        self._logged = -math.inf
         self.requests: dict[str, Request] = {}
         """Everything submitted and not finished, by id."""
 
@@ -295,6 +301,26 @@ class Engine:
         record.free_slots = self.kv.free_slots
         record.kv_tokens = self.kv.tokens
         record.kv_budget = scheduler.kv_budget
+        self._log_preemptions(record)
+
+    def _log_preemptions(self, record: StepRecord) -> None:
+        """Say how many were preempted and why, once in PREEMPTION_LOG_SECONDS at most."""
+        self._unlogged.update(record.preempted.values())
+        due = record.started - self._logged >= PREEMPTION_LOG_SECONDS
+        if self._unlogged and (due or not self.has_work()):
+            reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self._unlogged.items()))
+            log.info(
+                "preempted %d requests since the last such line (%s); %d running, %d waiting, "
+                "%d of %d KV tokens used",
+                self._unlogged.total(),
+                reasons,
+                record.running,
+                record.waiting,
+                record.kv_tokens,
+                record.kv_budget,
+            )
+            self._unlogged.clear()
+            self._logged = record.started
 
 
 def _scored_positions(request: Request, end: int) -> range:

@@ -172,7 +172,7 @@ class Scheduler:
     def _yielding(self, head: Request, plan: Plan, demand: int, now: float) -> list[Request]:
         """The fewest of those the policy lets `head` displace that make room for it."""
         # Who was admitted in this very step stays: two requests must not trade places within a plan.
-        running = [r for r in self.running if r not in plan.admitted] if plan.admitted else self.running
+        running = self.running[: len(self.running) - len(plan.admitted)]
         candidates = cast(Sequence[Request], self.policy.displaced(head, running, now))
         for count, request in enumerate(candidates, start=1):
             demand -= len(request.tokens)

@@ -39,7 +39,8 @@ def _imported(name: str) -> type[Policy]:
     module_name, colon, class_name = name.partition(":")
     if not colon:
         raise PolicyError(
-            f"unknown policy {name!r}; there are {', '.join(POLICIES)}, or name your own as package.module:Class"
+            f"unknown policy {name!r}; there are {', '.join(POLICIES)}, "
+            "or name your own as package.module:Class"
         )
     try:
         found = getattr(importlib.import_module(module_name), class_name)
