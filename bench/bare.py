@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from bench.report import Advance, percentiles
-from bench.workload import Item, Workload, preset
+from bench.report import Advance
+from bench.timeline import Timelines, latencies
+from bench.workload import Workload, preset
 from engine_actor.engine import Engine, StepRecord
 from engine_actor.request import Request
 from engine_actor.scheduler import Mode
@@ -20,81 +21,22 @@ from policies.fcfs import Fcfs
 
 
 @dataclass(slots=True)
-class Timeline:
-    """What happened to one request, in seconds of the run's clock."""
+class Run(Timelines):
+    """A workload and every step that it took."""
 
-    item: Item
-    arrival: float
-    token_times: list[float] = field(default_factory=list)
-    """When each output token left the engine or reached the client."""
-    output: list[int] = field(default_factory=list)
-    admitted: float | None = None
-    preemptions: int = 0
-    recomputed_tokens: int = 0
-    error: str | None = None
-
-    @property
-    def ttft(self) -> float:
-        return self.token_times[0] - self.arrival
-
-    @property
-    def itls(self) -> list[float]:
-        return [after - before for before, after in zip(self.token_times, self.token_times[1:], strict=False)]
-
-    @property
-    def e2e(self) -> float:
-        return self.token_times[-1] - self.arrival
-
-
-@dataclass(slots=True)
-class Run:
-    """A finished workload: one timeline per item, in the workload's order, and every step."""
-
-    timelines: list[Timeline]
     records: list[StepRecord]
     slots: int
-    started: float
-    ended: float
-
-    @property
-    def seconds(self) -> float:
-        return self.ended - self.started
-
-    @property
-    def tokens_per_s(self) -> float:
-        return sum(len(t.output) for t in self.timelines) / self.seconds
 
     def summary(self) -> dict[str, Any]:
-        """The figures every experiment reports; times in seconds."""
+        """Timelines.summary, with what only the steps know."""
+        waiting = [record for record in self.records if record.waiting]
         return {
-            **latencies(self.timelines, self.seconds),
+            **latencies(self.requests, self.seconds),
             "steps": len(self.records),
             "utilization": utilization(self.records, self.slots, self.seconds),
-            "utilization_while_waiting": utilization(
-                [record for record in self.records if record.waiting], self.slots
-            ),
-            "preemptions": sum(t.preemptions for t in self.timelines),
+            "utilization_while_waiting": utilization(waiting, self.slots),
+            "preemptions": sum(t.preemptions for t in self.requests),
         }
-
-
-def latencies(timelines: Sequence[Timeline], seconds: float) -> dict[str, Any]:
-    """Throughput over `seconds`; TTFT and E2E from arrival; ITL over all gaps of all requests."""
-    done = [t for t in timelines if t.token_times and t.error is None]
-    figures: dict[str, Any] = {
-        "requests": len(timelines),
-        "completed": len(done),
-        "seconds": seconds,
-        "tokens_per_s": sum(len(t.token_times) for t in timelines) / seconds,
-        "requests_per_s": len(done) / seconds,
-    }
-    samples = {
-        "ttft": [t.ttft for t in done],
-        "itl": [gap for t in done for gap in t.itls],
-        "e2e": [t.e2e for t in done],
-    }
-    for name, values in samples.items():
-        figures |= {f"{name}_{key}": value for key, value in percentiles(values).items()}
-    return figures
 
 
 def utilization(records: Sequence[StepRecord], slots: int, seconds: float | None = None) -> float | None:
@@ -164,7 +106,8 @@ def drive(
     started = clock()
     due = list(reversed(workload.items))
     requests: dict[str, Request] = {}
-    timelines = {item.id: Timeline(item, started + item.arrival) for item in workload.items}
+    timelines = Timelines.of(workload, started).requests
+    by_id = {timeline.item.id: timeline for timeline in timelines}
     records: list[StepRecord] = []
     while due or engine.has_work():
         while due and started + due[-1].arrival <= clock():
@@ -178,7 +121,7 @@ def drive(
         now = clock()
         records.append(record)
         for output in outputs:
-            timeline = timelines[output.request_id]
+            timeline = by_id[output.request_id]
             timeline.error = output.error
             if output.sampled is not None:
                 timeline.token_times.append(now)
@@ -188,11 +131,11 @@ def drive(
         if on_step:
             on_step(record)
     for name, request in requests.items():
-        timeline = timelines[name]
+        timeline = by_id[name]
         timeline.admitted = request.admitted
         timeline.preemptions = request.num_preemptions
         timeline.recomputed_tokens = request.recomputed_tokens
-    return Run(list(timelines.values()), records, engine.kv.num_slots, started, clock())
+    return Run(timelines, started, clock(), records, engine.kv.num_slots)
 
 
 def warm_up(model: Loaded) -> None:

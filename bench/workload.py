@@ -66,7 +66,7 @@ class Item:
             "ignore_eos": True,
             "priority": self.priority,
             "stream": True,
-            "stream_options": {"include_usage": True},
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
 
 
@@ -99,6 +99,16 @@ class Workload:
         times = arrivals(len(self), rate, burstiness=burstiness, seed=seed)
         items = (replace(item, arrival=float(t)) for item, t in zip(self.items, times, strict=True))
         return Workload(self.name, tuple(items))
+
+    def among(
+        self, tenants: Mapping[str, float], priorities: Mapping[int, float] | None = None, *, seed: int = 0
+    ) -> Workload:
+        """The same requests, dealt out by each tenant's (and each priority's) share of them."""
+        rng = np.random.default_rng([seed, 2])
+        owners = _assign(tenants, len(self), rng)
+        levels = _assign(priorities or {0: 1.0}, len(self), rng)
+        dealt = zip(self.items, owners, levels, strict=True)
+        return Workload(self.name, tuple(replace(i, tenant=t, priority=p) for i, t, p in dealt))
 
 
 class Lengths(Protocol):

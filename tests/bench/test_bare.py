@@ -25,8 +25,8 @@ def record(number: int, seconds: float, slots: list[int], waiting: int = 0) -> S
 def test_every_request_gets_its_forced_length_and_a_time_per_token() -> None:
     load = Workload("toy", tuple(item(f"r{i}", 1 + i, 2 + 3 * i) for i in range(5)))
     run = bare.drive(Engine(FakeModel(), fake_kv(num_slots=2), Fcfs()), load)
-    assert [len(t.output) for t in run.timelines] == [2, 5, 8, 11, 14]
-    for timeline in run.timelines:
+    assert [len(t.output) for t in run.requests] == [2, 5, 8, 11, 14]
+    for timeline in run.requests:
         assert len(timeline.token_times) == len(timeline.output)
         assert timeline.token_times == sorted(timeline.token_times)
         assert timeline.ttft >= 0
@@ -40,7 +40,7 @@ def test_ttft_counts_from_arrival_queue_included() -> None:
     engine = Engine(FakeModel(), fake_kv(num_slots=1), Fcfs())
     ticks = itertools.count()
     engine.clock = lambda: float(next(ticks))
-    first, second = bare.drive(engine, load).timelines
+    first, second = bare.drive(engine, load).requests
     assert second.arrival == first.arrival
     assert second.ttft > first.e2e
 
@@ -48,8 +48,8 @@ def test_ttft_counts_from_arrival_queue_included() -> None:
 def test_a_later_arrival_is_not_submitted_early() -> None:
     load = Workload("toy", (item("now", 1, 1), item("later", 1, 1, arrival=0.05)))
     run = bare.drive(Engine(FakeModel(), fake_kv(), Fcfs()), load)
-    assert run.timelines[1].admitted is not None
-    assert run.timelines[1].admitted >= run.started + 0.05
+    assert run.requests[1].admitted is not None
+    assert run.requests[1].admitted >= run.started + 0.05
 
 
 def test_utilization_weighs_working_slots_by_time() -> None:
