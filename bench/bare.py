@@ -6,16 +6,15 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any
 
-from bench.report import Advance
+from bench.report import Advance, BenchError
 from bench.timeline import Timelines, latencies
 from bench.workload import Workload, preset
 from engine_actor.engine import Engine, StepRecord
 from engine_actor.request import Request
 from engine_actor.scheduler import Mode
-from model.batch import SlotModel
-from model.slot_kv import SlotKV
+from model.transformer import Transformer
 from policies.base import Policy
 from policies.fcfs import Fcfs
 
@@ -64,21 +63,21 @@ def _slot_seconds(record: StepRecord) -> float:
     return busy
 
 
-class Loaded(SlotModel, Protocol):
-    """A model that can make its own KV."""
+def load(model: str | None = None) -> Transformer:
+    """The packaged model, or the one at the path `model`, on this machine's device.
 
-    def new_kv(self, *, num_slots: int, max_len: int) -> SlotKV: ...
+    Raises BenchError when there is none.
+    """
+    from model.loader import ModelError, load_model
 
-
-def load(model: str | None = None) -> Loaded:
-    """The packaged model, or the one at the path `model`, on this machine's device."""
-    from model.loader import load_model  # type: ignore[import-not-found]
-
-    return cast(Loaded, load_model(model))
+    try:
+        return load_model(model)
+    except (FileNotFoundError, ModelError) as error:
+        raise BenchError(str(error)) from error
 
 
 def build(
-    model: Loaded,
+    model: Transformer,
     *,
     slots: int = 16,
     max_len: int = 2048,
@@ -138,7 +137,7 @@ def drive(
     return Run(timelines, started, clock(), records, engine.kv.num_slots)
 
 
-def warm_up(model: Loaded) -> None:
+def warm_up(model: Transformer) -> None:
     """Run one short workload, so that nothing compiles while a clock is watched."""
     drive(build(model, slots=4, max_len=128), preset("smoke"))
 

@@ -184,7 +184,13 @@ def percentiles(values: Sequence[float]) -> dict[str, float | None]:
     if not values:
         return dict.fromkeys(("p50", "p95", "p99", "mean", "max"))
     p50, p95, p99 = np.percentile(values, [50, 95, 99])
-    return {"p50": p50, "p95": p95, "p99": p99, "mean": float(np.mean(values)), "max": max(values)}
+    return {
+        "p50": float(p50),
+        "p95": float(p95),
+        "p99": float(p99),
+        "mean": float(np.mean(values)),
+        "max": max(values),
+    }
 
 
 def show(cell: object) -> str:
