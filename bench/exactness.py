@@ -73,7 +73,10 @@ def random_requests(
     requests = []
     for number in range(count):
         params = SamplingParams(
-            max_tokens=rng.randint(1, longest_output), temperature=0.0, ignore_eos=True, seed=rng.getrandbits(32)
+            max_tokens=rng.randint(1, longest_output),
+            temperature=0.0,
+            ignore_eos=True,
+            seed=rng.getrandbits(32),
         )
         if number % 2:
             params = replace(
