@@ -75,7 +75,7 @@ class Transformer:
         self.vocab_size = config.vocab_size
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
-        self.weights = weights
+        self._weights = weights
         layout = HeadLayout(config.n_head, config.n_kv_head, config.head_dim, config.norm_eps)
         rope = Rope(weights.inverse_frequencies, config.context, self.device)
         self._attention: Attention = (
@@ -125,15 +125,15 @@ class Transformer:
     def _rows(self, tokens: np.ndarray, positions: np.ndarray, slots: np.ndarray, kv: SlotKV) -> torch.Tensor:
         """The last block's output, normalised: [rows, hidden]."""
         eps = self.config.norm_eps
-        x = self.weights.embedding[torch.from_numpy(tokens).to(self.device)]
+        x = self._weights.embedding[torch.from_numpy(tokens).to(self.device)]
         delta = torch.zeros_like(x)
         self._attention.begin(positions, slots, kv)
-        for i, layer in enumerate(self.weights.layers):
+        for i, layer in enumerate(self._weights.layers):
             h = add_rms_norm(x, delta, layer.attention_norm, eps)
             a = self._attention(i, layer.qkv(h), layer.q_norm, layer.k_norm)
             h = add_rms_norm(x, layer.output(a), layer.mlp_norm, eps)
             delta = layer.down(silu_mul(layer.gate_up(h)))
-        return add_rms_norm(x, delta, self.weights.norm, eps)
+        return add_rms_norm(x, delta, self._weights.norm, eps)
 
     def _logits(self, rows: torch.Tensor) -> torch.Tensor:
         logits = torch.empty(len(rows), self.vocab_size, device=self.device)
@@ -141,6 +141,6 @@ class Transformer:
         for count in self.head_row_counts.tiles(len(rows)):
             part = rows[start : start + count]
             padded = torch.nn.functional.pad(part, (0, 0, 0, count - len(part)))
-            logits[start : start + count] = self.weights.head(padded)[: len(part)]
+            logits[start : start + count] = self._weights.head(padded)[: len(part)]
             start += count
         return logits
