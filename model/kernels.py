@@ -39,6 +39,10 @@ ITEM_QUERIES = 24
 VALUE_KEYS = 64
 """Keys whose values are summed before the next tile; they fit the first-level cache."""
 
+# NaN and infinity go through instead of raising: the sampler reports them with the row's number.
+_kernel: Any = njit(nogil=True, cache=True, error_model="numpy")
+_parallel_kernel: Any = njit(nogil=True, cache=True, error_model="numpy", parallel=True)
+
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
@@ -79,7 +83,7 @@ def _multiply_add(builder: Any, sums: list[Any], scalars: list[Any], lanes: Any)
         builder.store(builder.call(fma, product), total)
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@intrinsic(prefer_literal=True)
 def _score_tile(
     typing_context: Any, queries: Any, q: Any, q_at: Any, q_step: Any, keys: Any, key_at: Any,
     head_dim: Any, scores: Any, score_at: Any, score_step: Any,
@@ -109,7 +113,7 @@ def _score_tile(
     return signature, generate
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@intrinsic(prefer_literal=True)
 def _value_tile(
     typing_context: Any, queries: Any, weights: Any, weight_at: Any, weight_step: Any, values: Any,
     value_at: Any, value_step: Any, keys: Any, out: Any, out_at: Any, out_step: Any,
@@ -140,9 +144,9 @@ def _value_tile(
     return signature, generate
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@_kernel
 def _exp(x: np.float32) -> np.float32:
-    """e**x in fp32 to 2 units in the last place; 0 below the normal range, finite above it.
+    """e**x in fp32 to 2 units in the last place; 0 below the normal range, finite above it, NaN for NaN.
 
     Cody-Waite reduction and the degree-6 minimax polynomial of Cephes' expf, written without
     branches so that loops over it become vector code.
@@ -159,10 +163,12 @@ def _exp(x: np.float32) -> np.float32:
     p = p * r + np.float32(5.0000001201e-1)
     p = p * r * r + r + np.float32(1.0)
     power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
-    return p * power if x > np.float32(-87.3) else np.float32(0.0)
+    if x > np.float32(-87.3):
+        return p * power
+    return np.float32(0.0) if x <= np.float32(-87.3) else x
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@_kernel
 def _combine(lanes: F32) -> np.float32:
     """The sum of LANES partial sums, in one fixed order."""
     step = LANES // 2
@@ -173,7 +179,7 @@ def _combine(lanes: F32) -> np.float32:
     return lanes[0]
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@_kernel
 def _inverse_rms(x: F32, eps: np.float32, lanes: F32) -> np.float32:
     lanes[:] = 0
     whole = len(x) // LANES * LANES
@@ -185,7 +191,7 @@ def _inverse_rms(x: F32, eps: np.float32, lanes: F32) -> np.float32:
     return np.float32(1.0) / np.sqrt(_combine(lanes) / np.float32(len(x)) + eps)
 
 
-@njit(nogil=True, cache=True, parallel=True)  # type: ignore[untyped-decorator]
+@_parallel_kernel
 def add_rms_norm(x: F32, delta: F32, weight: F32, eps: np.float32, out: F32) -> None:
     """x += delta; out = x / rms(x) * weight, row by row. x, delta, out: [rows, width]."""
     for row in prange(x.shape[0]):
@@ -197,7 +203,7 @@ def add_rms_norm(x: F32, delta: F32, weight: F32, eps: np.float32, out: F32) -> 
             out[row, i] = x[row, i] * scale * weight[i]
 
 
-@njit(nogil=True, cache=True, parallel=True)  # type: ignore[untyped-decorator]
+@_parallel_kernel
 def silu_mul(gate_up: F32, out: F32) -> None:
     """out = silu(gate) * up. gate_up: [rows, 2 * width], gate first; out: [rows, width]."""
     width = out.shape[1]
@@ -209,7 +215,7 @@ def silu_mul(gate_up: F32, out: F32) -> None:
             to[i] = gate[i] / (np.float32(1.0) + _exp(-gate[i])) * up[i]
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@_kernel
 def _head(
     x: F32, norm: F32, eps: np.float32, cos: F32, sin: F32, scale: np.float32, to: F32, step: int, lanes: F32
 ) -> None:
@@ -224,7 +230,7 @@ def _head(
         to[(i + half) * step] = (x[i + half] * cos[i] + x[i] * sin[i]) * scale
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@_kernel
 def _softmax_weights(scores: F32, keys: int, lanes: F32) -> np.float32:
     """Turn the first `keys` scores into exp(score - max), in place, and return their sum.
 
@@ -249,7 +255,7 @@ def _softmax_weights(scores: F32, keys: int, lanes: F32) -> np.float32:
     return _combine(lanes)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@_kernel
 def _scores(
     count: int, q: F32, q_at: int, head_dim: int, keys: F32, key_at: int,
     scores: F32, score_at: int, score_step: int,
@@ -272,7 +278,7 @@ def _scores(
         _score_tile(1, q, q_at, head_dim, keys, key_at, head_dim, scores, score_at, score_step)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@_kernel
 def _values(
     count: int, weights: F32, at: int, step: int, values: F32, value_at: int, width: int,
     keys: int, out: F32, out_at: int,
@@ -297,7 +303,7 @@ def _values(
             _value_tile(1, weights, at, step, values, value_at + d, width, keys, out, out_at + d, width)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@_kernel
 def plan_items(positions: I64, slots: I64, group: int, heads: int, workers: int) -> tuple[I64, I64]:
     """Cut the rows into work items and share them out.
 
@@ -334,7 +340,7 @@ def plan_items(positions: I64, slots: I64, group: int, heads: int, workers: int)
     return items, bounds
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@_kernel
 def _attend_item(
     first: int, rows: int, position: int, head: int, group: int, q: F32, q_at: int, head_dim: int,
     keys: F32, key_at: int, values: F32, value_at: int, width: int, scores: F32, score_at: int,
@@ -369,7 +375,7 @@ def _attend_item(
             out[row, at + d] = sums[sum_at + m * width + d] / total[m]
 
 
-@njit(nogil=True, cache=True, parallel=True)  # type: ignore[untyped-decorator]
+@_parallel_kernel
 def attend(
     qkv: F32, q_norm: F32, k_norm: F32, eps: np.float32, cos: F32, sin: F32, scale: np.float32,
     positions: I64, slots: I64, items: I64, bounds: I64, keys: F32, values: F32, q: F32,
@@ -417,7 +423,7 @@ def attend(
             )  # fmt: skip
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@_kernel
 def _cut(
     weights: F32, floor: float, most: int, mass: float, counts: I64, masses: F64
 ) -> tuple[float, int, float]:
@@ -457,16 +463,15 @@ def _cut(
     return weight, last, total
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@_kernel
 def _choose(row: F32, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float) -> int:
     """Draw from one row of logits, which is overwritten: filter, then invert the distribution."""
     best = int(np.argmax(row))
     if temperature == 0.0:
         return best
     top = row[best]
-    inverse = np.float32(1.0 / temperature)
     for i in range(len(row)):
-        row[i] = _exp((row[i] - top) * inverse)
+        row[i] = _exp((row[i] - top) / temperature)
     floor, last = np.float32(min_p), len(row)
     if 0 < top_k < len(row) or top_p < 1.0:
         counts, masses = np.empty(ONE_HIGH + 1, np.int64), np.empty(ONE_HIGH + 1, np.float64)
@@ -487,7 +492,7 @@ def _choose(row: F32, temperature: float, top_k: int, top_p: float, min_p: float
     return best
 
 
-@njit(nogil=True, cache=True, parallel=True)  # type: ignore[untyped-decorator]
+@_parallel_kernel
 def choose_tokens(
     rows: F32, temperature: F32, top_k: I64, top_p: F64, min_p: F64, uniform: F64, tokens: I64
 ) -> None:
@@ -496,7 +501,7 @@ def choose_tokens(
         tokens[i] = _choose(rows[i], temperature[i], top_k[i], top_p[i], min_p[i], uniform[i])
 
 
-@njit(nogil=True, cache=True, parallel=True)  # type: ignore[untyped-decorator]
+@_parallel_kernel
 def log_normalisers(rows: F32, out: F64) -> None:
     """out[i] = log of the sum of exp(rows[i]). rows: [n, vocab]."""
     for i in prange(len(rows)):

@@ -15,32 +15,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-CANDIDATES = (
-    1,
-    2,
-    3,
-    *range(4, 33, 4),
-    40,
-    48,
-    56,
-    64,
-    80,
-    96,
-    112,
-    128,
-    160,
-    192,
-    224,
-    256,
-    320,
-    384,
-    448,
-    512,
-)
+CANDIDATES = (1, 2, 3, *range(4, 64, 4), *range(64, 128, 8), *range(128, 256, 16), *range(256, 513, 32))
 """Row counts tried: fine steps for decode, coarse ones for prefill."""
 HEAD_CANDIDATES = tuple(count for count in CANDIDATES if count <= 64)
 """The same for the output head: few rows sample, and its products are large."""
-PROBE_ROWS = 48
+PROBE_ROWS = 32
 """Rows whose bits are compared between counts."""
 
 
@@ -50,7 +29,8 @@ class Linear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
         self.bias = bias
-        self._packed = weight.device.type == "cpu" and weight.dtype == torch.float32 and torch._C._has_mkldnn
+        has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        self._packed = has_onednn and weight.device.type == "cpu" and weight.dtype == torch.float32
         # The hint is the row count the packed layout suits best; every count gives right results.
         self.weight = (
             torch.ops.mkldnn._reorder_linear_weight(weight, 16) if self._packed else weight.contiguous()
@@ -120,7 +100,7 @@ def _rows_at(layer: Linear, count: int) -> bytes | None:
     rows = np.random.default_rng(0).standard_normal((max(PROBE_ROWS, count), layer.in_features), np.float32)
     x = torch.from_numpy(rows).to(layer.weight.device, layer.weight.dtype)
     found: torch.Tensor | None = None
-    for shift in {0, count // 2, 1}:
+    for shift in (0, count // 2 | 1):
         shifted = x.roll(shift, dims=0)
         y = torch.cat([layer(part) for part in _windows(shifted, count)])[: len(x)]
         y = y.roll(-shift, dims=0)[:PROBE_ROWS].view(torch.uint8)

@@ -13,8 +13,11 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
+from model import kernels
+from model.batch import Batch
 from model.files import ModelFiles, find_model
 from model.linear import Linear
+from model.sampler import prompt_logprobs
 from model.transformer import Layer, ModelConfig, Transformer, Weights
 
 SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -47,7 +50,28 @@ def load_model(
         raise ModelError(f"the CPU kernels compute in float32, not {dtype}")
     files = find_model(path)
     source: TensorSource = SafetensorsSource(files) if files.gguf_file is None else GgufSource(files)
-    return Transformer(source.config, _weights(source, device, dtype))
+    _check_heads(source.config)
+    model = Transformer(source.config, _weights(source, device, dtype))
+    _compile_kernels(model)
+    return model
+
+
+def _compile_kernels(model: Transformer) -> None:
+    """Run each kernel once, so that no request waits for the compiler."""
+    one, zero = np.ones(1, np.int64), np.zeros(1, np.int64)
+    logits = model.forward(Batch(zero, zero, zero, zero), model.new_kv(1, 1))
+    kernels.choose_tokens(
+        logits.cpu().numpy(), one.astype(np.float32), one, one / 2, zero / 2, zero / 2, zero
+    )
+    prompt_logprobs(logits, [0], 0)
+
+
+def _check_heads(c: ModelConfig) -> None:
+    if c.n_head % c.n_kv_head or c.head_dim % 2:
+        raise ModelError(
+            f"{c.n_head} query heads must be a multiple of {c.n_kv_head} key heads, "
+            f"and their size even, got {c.head_dim}"
+        )
 
 
 class TensorSource(Protocol):
@@ -110,8 +134,11 @@ class SafetensorsSource:
 
     def __init__(self, files: ModelFiles) -> None:
         raw = json.loads((files.dir / "config.json").read_text())
-        self.config = _config_from_json(raw, files.dir)
-        self.inverse_frequencies = _inverse_frequencies(raw, self.config)
+        try:
+            self.config = _config_from_json(raw, files.dir)
+            self.inverse_frequencies = _inverse_frequencies(raw, self.config)
+        except KeyError as error:
+            raise ModelError(f"{files.dir / 'config.json'} has no {error.args[0]}") from None
         self._files: dict[str, Any] = {}
         shards = sorted(files.dir.glob("*.safetensors"))
         index = files.dir / "model.safetensors.index.json"

@@ -81,10 +81,11 @@ def sample(logits: torch.Tensor, sequences: Sequence[Sequenced]) -> list[Sampled
         for i, token in zip(altered, _choose(logits[altered], [sequences[i] for i in altered]), strict=True):
             tokens[i] = token
     sampled = [Sampled(token) for token in tokens]
-    for i, sequence in enumerate(sequences):
-        top = sequence.params.logprobs
-        if top is not None:
-            sampled[i] = prompt_logprobs(logits[i : i + 1], [tokens[i]], top)[0]
+    scored = [i for i, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
+    if scored:
+        tops = [sequences[i].params.logprobs or 0 for i in scored]
+        for i, score in zip(scored, _score(logits[scored], [tokens[i] for i in scored], tops), strict=True):
+            sampled[i] = score
     return sampled
 
 
@@ -94,16 +95,21 @@ def prompt_logprobs(logits: torch.Tensor, tokens: Sequence[int], top: int) -> li
     Log-probabilities are those of the unmodified distribution, with `top` alternatives each.
     """
     _check(logits.amax(dim=-1))
+    return _score(logits, tokens, [top] * len(tokens))
+
+
+def _score(logits: torch.Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[Sampled]:
     rows = logits.cpu()
     normalisers = np.empty(len(rows))
     kernels.log_normalisers(rows.numpy(), normalisers)
-    values, alternatives = rows.topk(min(top, rows.shape[1]), dim=-1)
+    # Always as many as anyone may ask for: the order of equals must not depend on the neighbours' wish.
+    values, alternatives = rows.topk(min(MAX_LOGPROBS, rows.shape[1]), dim=-1)
     own = rows.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1).double().numpy() - normalisers
     others = values.double().numpy() - normalisers[:, None]
     return [
-        Sampled(token, logprob, tuple(zip(ids, logprobs, strict=True)))
-        for token, logprob, ids, logprobs in zip(
-            tokens, own.tolist(), alternatives.tolist(), others.tolist(), strict=True
+        Sampled(token, logprob, tuple(zip(ids[:top], logprobs[:top], strict=True)))
+        for token, logprob, ids, logprobs, top in zip(
+            tokens, own.tolist(), alternatives.tolist(), others.tolist(), tops, strict=True
         )
     ]
 
@@ -113,7 +119,7 @@ def uniform(seed: int, index: int) -> float:
 
     A counter, hashed twice with the finaliser of splitmix64 (Steele, Lea and Flood, 2014).
     """
-    return _mix(_mix(seed) + index) / 2**64
+    return (_mix(_mix(seed) + index) >> 11) / 2**53
 
 
 def _mix(x: int) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from model.attention import Attention, CpuAttention, CudaAttention, HeadLayout, Rope
-from model.batch import Batch
+from model.batch import Batch, IntArray
 from model.linear import HEAD_CANDIDATES, Linear, probe_row_counts
 from model.ops import add_rms_norm, silu_mul
 from model.slot_kv import SlotKV
@@ -75,7 +75,7 @@ class Transformer:
         self.vocab_size = config.vocab_size
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
-        self._weights = weights
+        self.weights = weights
         layout = HeadLayout(config.n_head, config.n_kv_head, config.head_dim, config.norm_eps)
         rope = Rope(weights.inverse_frequencies, config.context, self.device)
         self._attention: Attention = (
@@ -89,7 +89,9 @@ class Transformer:
     def new_kv(self, num_slots: int, max_len: int, *, poison: bool = False) -> SlotKV:
         """Slot KV for this model. Raises ValueError if `max_len` exceeds the model's context."""
         if max_len > self.config.context:
-            raise ValueError(f"max_len {max_len} exceeds the model's context of {self.config.context} tokens")
+            raise ValueError(
+                f"max_len {max_len} exceeds the {self.config.context} tokens the model can attend to"
+            )
         return SlotKV(
             n_layer=self.config.n_layer,
             num_slots=num_slots,
@@ -107,33 +109,48 @@ class Transformer:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: SlotKV) -> torch.Tensor:
-        """See SlotModel. A batch beyond the largest exact row count runs as several, in order."""
+        """See SlotModel. A batch beyond the largest exact row count runs as several, in order.
+
+        Raises ValueError if a token, position, slot or logit row is out of range.
+        """
+        self._check(batch, kv)
         hidden = []
         start = 0
         for count in self.row_counts.tiles(len(batch)):
             end = min(start + count, len(batch))
-            padding = (0, start + count - end)
-            tokens = np.pad(batch.tokens[start:end], padding)
-            positions = np.pad(batch.positions[start:end], padding)
-            slots = np.pad(batch.slots[start:end], padding, constant_values=kv.scratch)
-            wanted = batch.logit_rows[(batch.logit_rows >= start) & (batch.logit_rows < end)] - start
+            tokens = _padded(batch.tokens[start:end], count, 0)
+            positions = _padded(batch.positions[start:end], count, 0)
+            slots = _padded(batch.slots[start:end], count, kv.scratch)
             rows = self._rows(tokens, positions, slots, kv)
+            wanted = batch.logit_rows[(batch.logit_rows >= start) & (batch.logit_rows < end)] - start
             hidden.append(rows[torch.from_numpy(wanted).to(self.device)])
             start = end
         return self._logits(torch.cat(hidden))
 
-    def _rows(self, tokens: np.ndarray, positions: np.ndarray, slots: np.ndarray, kv: SlotKV) -> torch.Tensor:
+    def _check(self, batch: Batch, kv: SlotKV) -> None:
+        """Refuse what would read or write outside the tables and the cache."""
+        limits = (
+            ("token", batch.tokens, self.vocab_size),
+            ("position", batch.positions, min(kv.max_len, self.config.context)),
+            ("slot", batch.slots, kv.num_slots),
+            ("logit row", batch.logit_rows, len(batch)),
+        )
+        for name, values, limit in limits:
+            if len(values) and not 0 <= values.min() <= values.max() < limit:
+                raise ValueError(f"{name}s must lie in 0..{limit - 1}, got {values.min()}..{values.max()}")
+
+    def _rows(self, tokens: IntArray, positions: IntArray, slots: IntArray, kv: SlotKV) -> torch.Tensor:
         """The last block's output, normalised: [rows, hidden]."""
         eps = self.config.norm_eps
-        x = self._weights.embedding[torch.from_numpy(tokens).to(self.device)]
+        x = self.weights.embedding[torch.from_numpy(tokens).to(self.device)]
         delta = torch.zeros_like(x)
         self._attention.begin(positions, slots, kv)
-        for i, layer in enumerate(self._weights.layers):
+        for i, layer in enumerate(self.weights.layers):
             h = add_rms_norm(x, delta, layer.attention_norm, eps)
             a = self._attention(i, layer.qkv(h), layer.q_norm, layer.k_norm)
             h = add_rms_norm(x, layer.output(a), layer.mlp_norm, eps)
             delta = layer.down(silu_mul(layer.gate_up(h)))
-        return add_rms_norm(x, delta, self._weights.norm, eps)
+        return add_rms_norm(x, delta, self.weights.norm, eps)
 
     def _logits(self, rows: torch.Tensor) -> torch.Tensor:
         logits = torch.empty(len(rows), self.vocab_size, device=self.device)
@@ -141,6 +158,12 @@ class Transformer:
         for count in self.head_row_counts.tiles(len(rows)):
             part = rows[start : start + count]
             padded = torch.nn.functional.pad(part, (0, 0, 0, count - len(part)))
-            logits[start : start + count] = self._weights.head(padded)[: len(part)]
+            logits[start : start + count] = self.weights.head(padded)[: len(part)]
             start += count
         return logits
+
+
+def _padded(values: IntArray, count: int, fill: int) -> IntArray:
+    padded = np.full(count, fill)
+    padded[: len(values)] = values
+    return padded

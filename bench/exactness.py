@@ -1,0 +1,200 @@
+"""Does company change an answer? Bits of every logits row, alone against a random busy mix."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from bench.report import Report
+from engine_actor.engine import Engine
+from engine_actor.request import Request
+from engine_actor.scheduler import Mode
+from model.batch import Batch, SlotModel
+from model.sampler import SamplingParams
+from model.slot_kv import SlotKV
+from policies.fcfs import Fcfs
+
+Position = tuple[str, int]
+"""A request and an output index."""
+
+
+class Recorder:
+    """The model, remembering a digest of the logits behind each output token."""
+
+    def __init__(self, model: SlotModel) -> None:
+        self.model = model
+        self.vocab_size = model.vocab_size
+        self.owners: Callable[[], dict[int, Request]] = dict
+        self.digests: dict[Position, bytes] = {}
+
+    def row_count(self, rows: int) -> int:
+        return self.model.row_count(rows)
+
+    def forward(self, batch: Batch, kv: SlotKV) -> torch.Tensor:
+        logits = self.model.forward(batch, kv)
+        owners = self.owners()
+        for row, bits in zip(batch.logit_rows, logits.cpu().numpy(), strict=True):
+            request = owners[int(batch.slots[row])]
+            index = int(batch.positions[row]) + 1 - request.prompt_len
+            self.digests[request.id, index] = hashlib.blake2b(bits.tobytes(), digest_size=16).digest()
+        return logits
+
+
+@dataclass(slots=True)
+class Trail:
+    """What a run left behind: the digest of each logits row, and the tokens."""
+
+    digests: dict[Position, bytes] = field(default_factory=dict)
+    tokens: dict[Position, int] = field(default_factory=dict)
+    steps: int = 0
+    preemptions: int = 0
+    chunks: int = 0
+
+    def differs_at(self, other: Trail) -> list[Position]:
+        """Positions whose logits bits or token ids are not the same in both, or stand in one only."""
+        keys = self.digests.keys() | other.digests.keys()
+        return sorted(
+            key
+            for key in keys
+            if self.digests.get(key) != other.digests.get(key)
+            or self.tokens.get(key) != other.tokens.get(key)
+        )
+
+
+def random_requests(
+    rng: random.Random, count: int, vocab_size: int, longest_prompt: int, longest_output: int
+) -> list[Request]:
+    """Random prompts; half greedy, half sampled by seed with every filter and penalty in play."""
+    requests = []
+    for number in range(count):
+        params = SamplingParams(
+            max_tokens=rng.randint(1, longest_output),
+            temperature=0.0,
+            ignore_eos=True,
+            seed=rng.getrandbits(32),
+        )
+        if number % 2:
+            params = replace(
+                params,
+                temperature=rng.uniform(0.3, 1.5),
+                top_p=rng.choice([1.0, 0.9]),
+                top_k=rng.choice([0, 40]),
+                repetition_penalty=rng.choice([1.0, 1.1]),
+                frequency_penalty=rng.choice([0.0, 0.5]),
+            )
+        prompt = [rng.randrange(vocab_size) for _ in range(rng.randint(1, longest_prompt))]
+        requests.append(Request(f"r{number}", prompt, params, arrival=float(number)))
+    return requests
+
+
+def run_alone(model: SlotModel, kv: SlotKV, requests: list[Request], advance: Callable[[], None]) -> Trail:
+    """Each request in an engine of its own, one after the other."""
+    trail = Trail()
+    for request in requests:
+        _drive(model, kv, [_again(request)], trail, random.Random(0), "chunked", disturb=False)
+        advance()
+    return trail
+
+
+def run_busy(
+    model: SlotModel,
+    kv: SlotKV,
+    requests: list[Request],
+    rng: random.Random,
+    mode: Mode,
+    advance: Callable[[], None],
+) -> Trail:
+    """All of them together: joining at random steps, in random chunks, forgotten at random points."""
+    trail = Trail()
+    shuffled = [_again(request) for request in requests]
+    rng.shuffle(shuffled)
+    _drive(model, kv, shuffled, trail, rng, mode, disturb=True, advance=advance)
+    return trail
+
+
+def _again(request: Request) -> Request:
+    return Request(request.id, request.prompt, request.params, arrival=request.arrival)
+
+
+def _drive(
+    model: SlotModel,
+    kv: SlotKV,
+    requests: list[Request],
+    trail: Trail,
+    rng: random.Random,
+    mode: Mode,
+    *,
+    disturb: bool,
+    advance: Callable[[], None] = lambda: None,
+) -> None:
+    recorder = Recorder(model)
+    engine = Engine(recorder, kv, Fcfs(), mode=mode)
+    scheduler = engine.scheduler
+    recorder.owners = lambda: {request.slot: request for request in scheduler.running}
+    joining = list(requests)
+    while joining or engine.has_work():
+        while joining and (not disturb or not engine.has_work() or rng.random() < 0.4):
+            engine.submit(joining.pop())
+        if disturb:
+            scheduler.max_step_tokens = rng.randint(kv.num_slots + 1, kv.num_slots + 64)
+            if scheduler.running and rng.random() < 0.1:
+                scheduler.preempt(rng.choice(scheduler.running), engine.clock())
+        outputs, record = engine.step()
+        if record.errors:
+            raise RuntimeError(next(output.error for output in outputs if output.error))
+        trail.steps += 1
+        trail.chunks += sum(span.kind == "prefill" for span in record.spans)
+        for output in outputs:
+            if output.sampled is not None:
+                trail.tokens[output.request_id, output.index] = output.sampled.token
+            if output.finish_reason is not None:
+                advance()
+    trail.digests |= recorder.digests
+    trail.preemptions += sum(request.num_preemptions for request in requests)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--requests", type=int, default=64, help="default: %(default)s")
+    parser.add_argument("--slots", type=int, default=16, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--model", help="GGUF file or Hugging Face folder; default: the packaged model")
+
+
+def run(args: argparse.Namespace) -> int:
+    from model.loader import load_model
+
+    report = Report("exactness", args.out)
+    model = load_model(args.model)
+    kv = model.new_kv(args.slots, 512, poison=True)
+    rng = random.Random(args.seed)
+    requests = random_requests(rng, args.requests, model.vocab_size, 160, 40)
+    with report.progress("alone", args.requests) as advance:
+        alone = run_alone(model, kv, requests, advance)
+    modes: tuple[Mode, ...] = ("chunked", "batched", "separate")
+    rows, different = [], {}
+    for mode in modes:
+        with report.progress(f"busy, {mode}", args.requests) as advance:
+            busy = run_busy(model, kv, requests, rng, mode, advance)
+        different[mode] = len(alone.differs_at(busy))
+        rows.append((mode, len(busy.digests), busy.steps, busy.chunks, busy.preemptions, different[mode]))
+    report.table(
+        f"{args.requests} requests, alone ({alone.steps} steps) against busy, {args.slots} slots",
+        ["mode", "positions", "steps", "prefill chunks", "preemptions", "different"],
+        rows,
+    )
+    report.say("Every position compares all bits of a logits row and the token chosen from it.")
+    report.at_most("different positions", sum(different.values()), 0)
+    return report.finish(
+        {
+            "positions": sum(row[1] for row in rows),
+            "different": sum(different.values()),
+            "different_by_mode": different,
+            "preemptions": sum(row[4] for row in rows),
+            "row_counts": model.row_counts.as_dict(),
+        }
+    )

@@ -1,0 +1,56 @@
+"""The non-negotiable test: company, chunks and recompute never change a bit of an answer."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from bench.exactness import random_requests, run_alone, run_busy
+from engine_actor.scheduler import Mode
+from model.loader import load_model
+from model.transformer import Transformer
+from tests.model.test_transformer import VARIANTS, save_random_model
+
+MODES: tuple[Mode, ...] = ("chunked", "batched", "separate")
+
+
+def ignore(steps: float = 1.0) -> None:
+    pass
+
+
+def assert_company_changes_nothing(model: Transformer, requests: int, prompt: int, output: int) -> None:
+    assert model.exact
+    kv = model.new_kv(4, 128, poison=True)
+    rng = random.Random(3)
+    asked = random_requests(rng, requests, model.vocab_size, prompt, output)
+    alone = run_alone(model, kv, asked, ignore)
+    assert len(alone.tokens) == sum(request.params.max_tokens for request in asked)
+    assert alone.preemptions == 0
+    for mode in MODES:
+        busy = run_busy(model, kv, asked, rng, mode, ignore)
+        assert busy.preemptions > 0
+        assert busy.steps < alone.steps
+        assert alone.differs_at(busy) == []
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_random_models(variant: str, tmp_path: Path) -> None:
+    save_random_model(tmp_path, variant)
+    assert_company_changes_nothing(load_model(tmp_path, device="cpu"), requests=12, prompt=60, output=24)
+
+
+def test_the_packaged_model() -> None:
+    assert_company_changes_nothing(load_model(device="cpu"), requests=6, prompt=40, output=10)
+
+
+def test_one_changed_token_is_one_difference(tmp_path: Path) -> None:
+    save_random_model(tmp_path, "llama")
+    model = load_model(tmp_path, device="cpu")
+    kv = model.new_kv(4, 128)
+    asked = random_requests(random.Random(3), 2, model.vocab_size, 10, 4)
+    alone, again = (run_alone(model, kv, asked, ignore) for _ in range(2))
+    position = next(iter(again.tokens))
+    again.tokens[position] += 1
+    assert alone.differs_at(again) == [position]
