@@ -284,7 +284,7 @@ class Engine:
         reason = request.stop_reason()
         if reason is not None:
             self._close(request, reason)
-        return Output(request.id, index, sampled, reason, prompt_scores=scores)
+        return Output(request.id, index, sampled, reason, None, scores, request.num_preemptions)
 
     def _close(self, request: Request, reason: FinishReason) -> None:
         request.phase = Phase.FINISHED

@@ -107,3 +107,5 @@ class Output:
     error: str | None = None
     prompt_scores: tuple[Sampled, ...] = ()
     """Sent once, with the first token."""
+    num_preemptions: int = 0
+    """Of the request, so far."""

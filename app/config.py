@@ -1,0 +1,149 @@
+"""Every setting, in one validated model: the `args` of serve_config.yaml fill it.
+
+`python -m app.config` prints the README's settings table, generated from the descriptions here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
+
+from engine_actor.messages import EngineConfig
+
+API_KEYS_VARIABLE = "SLOTSERVE_API_KEYS"
+
+TenantName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+
+
+class Tenant(BaseModel):
+    """Who a key belongs to, and how much service that tenant weighs under the fair policy."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tenant: TenantName
+    weight: float = Field(1.0, gt=0)
+
+
+class Settings(BaseModel):
+    """What `serve_config.yaml` may set. An unknown or invalid setting stops the deployment."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    model: str | None = Field(
+        None, description="A .gguf file or a Hugging Face directory; empty: the packaged SmolLM2-135M."
+    )
+    model_name: str | None = Field(
+        None, description="The name clients ask for; empty: the name of the file or directory."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where the model runs; `auto`: the GPU if Ray has one."
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="What it computes in; `auto`: float32 on a CPU, bfloat16 on a GPU."
+    )
+    threads: int = Field(
+        0, ge=0, le=1024, description="CPU threads of one engine; 0: all cores, shared between the engines."
+    )
+    max_num_seqs: int = Field(16, ge=1, le=4096, description="Slots: requests that run at once, per engine.")
+    max_len: int = Field(
+        2048, ge=2, description="Longest prompt + output in tokens; capped by the model's context."
+    )
+    kv_budget_tokens: int | None = Field(
+        None, ge=2, description="Most tokens cached over all slots of an engine; empty: the whole pool."
+    )
+    mode: Literal["separate", "batched", "chunked"] = Field(
+        "chunked",
+        description="How prompts are prefilled: one by one, together, or in chunks beside the decodes.",
+    )
+    max_step_tokens: int = Field(
+        256, ge=2, description="Rows of one step in mode `chunked`: the decodes first, prompts get the rest."
+    )
+    policy: str = Field(
+        "fcfs",
+        description="Who is next: `fcfs`, `priority`, `fair`, `static`, or your own `package.module:Class`.",
+    )
+    policy_settings: dict[str, Any] = Field(
+        default_factory=dict, description="Keyword settings of the policy, such as `aging_seconds: 30`."
+    )
+    num_engines: int = Field(1, ge=1, le=256, description="Engine actors, each with its own model.")
+    num_replicas: int = Field(1, ge=1, le=256, description="HTTP replicas: they tokenize and stream.")
+    max_waiting: int = Field(
+        1024, ge=1, description="Requests that may wait for a slot, per engine; beyond it: HTTP 429."
+    )
+    max_body_bytes: int = Field(1_048_576, ge=1024, description="Largest request body; beyond it: HTTP 413.")
+    max_n: int = Field(16, ge=1, le=128, description="Largest `n`: choices per prompt.")
+    max_prompts: int = Field(64, ge=1, le=2048, description="Most prompts in one completions request.")
+    max_tenants: int = Field(
+        256, ge=1, description="Tenant names told apart without keys; later ones share the name `other`."
+    )
+    api_keys_file: str | None = Field(
+        None,
+        description='JSON file `{"<key>": {"tenant": "<name>", "weight": 1}}`; the environment variable '
+        f"`{API_KEYS_VARIABLE}` holds the same JSON. With keys, every request needs one.",
+    )
+    stall_seconds: float = Field(
+        60, gt=0, description="`/health` turns 503 if work waits and no step has ended for so long."
+    )
+    run_dir: str = Field("run", description="Where traces and cached tokenizers are written.")
+
+    @field_validator("model", "api_keys_file", "run_dir")
+    @classmethod
+    def _absolute(cls, path: str | None) -> str | None:
+        # Ray's workers may run in another directory than the one the file was written for.
+        return None if path is None else str(Path(path).expanduser().absolute())
+
+    def api_keys(self) -> dict[str, Tenant]:
+        """Keys to tenants, from the file and the environment. Raises ValueError naming the culprit."""
+        sources: dict[str, str] = {}
+        if self.api_keys_file:
+            try:
+                sources[self.api_keys_file] = Path(self.api_keys_file).read_text()
+            except OSError as error:
+                raise ValueError(
+                    f"cannot read api_keys_file {self.api_keys_file}: {error.strerror}"
+                ) from None
+        if API_KEYS_VARIABLE in os.environ:
+            sources[API_KEYS_VARIABLE] = os.environ[API_KEYS_VARIABLE]
+        keys: dict[str, Tenant] = {}
+        for origin, text in sources.items():
+            try:
+                keys |= {key: Tenant.model_validate(value) for key, value in json.loads(text).items()}
+            except (ValueError, AttributeError):
+                # The text holds secrets: the error names the source and never quotes it.
+                raise ValueError(f"{origin} is not a JSON object of keys to tenants") from None
+        return keys
+
+    def engine_config(self) -> EngineConfig:
+        """What one engine actor needs to know."""
+        return EngineConfig(
+            model=self.model,
+            device=None if self.device == "auto" else self.device,
+            dtype=None if self.dtype == "auto" else self.dtype,
+            threads=self.threads,
+            max_num_seqs=self.max_num_seqs,
+            max_len=self.max_len,
+            kv_budget_tokens=self.kv_budget_tokens,
+            mode=self.mode,
+            max_step_tokens=self.max_step_tokens,
+            policy=self.policy,
+            policy_settings=self.policy_settings,
+            max_waiting=self.max_waiting,
+        )
+
+
+def settings_table() -> str:
+    """The settings as a Markdown table."""
+    lines = ["| setting | default | what it does |", "| --- | --- | --- |"]
+    for name, field in Settings.model_fields.items():
+        default = field.get_default(call_default_factory=True)
+        shown = "" if default is None else f"`{json.dumps(default)}`"
+        lines.append(f"| `{name}` | {shown} | {field.description} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(settings_table())

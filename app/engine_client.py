@@ -1,0 +1,342 @@
+"""A replica's side of the engines: one frame stream each, requests placed, resumed when one dies.
+
+The replica holds every token it has received. When an engine dies, its requests go on elsewhere
+as prompt + tokens so far, and the next token is the one that would have come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
+
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayTaskError
+
+from engine_actor.actor import LEASE_SECONDS
+from engine_actor.messages import EngineInfo, EngineStatus, Frame
+from engine_actor.request import Output, Request
+
+log = logging.getLogger("ray.serve")
+T = TypeVar("T")
+
+MAX_RESUMES = 3
+"""Engine deaths one request may live through; it may itself be what kills them."""
+REATTACH_SECONDS = 0.25
+
+
+class QueueFullError(RuntimeError):
+    """The engines take no more requests for now; the message gives the figures."""
+
+
+class NoEngineError(RuntimeError):
+    """Every engine is down or starting."""
+
+
+class EngineLostError(ConnectionError):
+    """The engine does not answer any more, or has forgotten this replica."""
+
+
+class Engine(Protocol):
+    """What the client asks of an engine; every method raises EngineLostError once it is gone."""
+
+    def frames(self, replica: str) -> AsyncIterator[Frame]: ...
+    async def submit(self, replica: str, requests: Sequence[Request], again: bool) -> str | None: ...
+    async def abort(self, request_ids: Sequence[str]) -> None: ...
+    async def renew(self, replica: str) -> EngineStatus: ...
+    async def detach(self, replica: str) -> None: ...
+
+
+class Directory(Protocol):
+    """Where engines are found."""
+
+    async def engine(self, index: int) -> tuple[str, Engine, EngineInfo]:
+        """Name, engine and description of engine `index`, as soon as it lives."""
+        ...
+
+
+class RayEngine:
+    """An engine actor behind the Engine protocol."""
+
+    def __init__(self, actor: ActorHandle) -> None:
+        self._actor = actor
+
+    async def frames(self, replica: str) -> AsyncIterator[Frame]:
+        """See EngineActor.frames."""
+        try:
+            async for reference in self._actor.frames.remote(replica):
+                yield await reference
+        except (RayActorError, RayTaskError) as error:
+            raise EngineLostError(str(error)) from error
+
+    async def submit(self, replica: str, requests: Sequence[Request], again: bool) -> str | None:
+        """See EngineActor.submit."""
+        refusal: str | None = await self._call(self._actor.submit.remote(replica, requests, again))
+        return refusal
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """See EngineActor.abort."""
+        await self._call(self._actor.abort.remote(request_ids))
+
+    async def renew(self, replica: str) -> EngineStatus:
+        """See EngineActor.renew."""
+        status: EngineStatus = await self._call(self._actor.renew.remote(replica))
+        return status
+
+    async def detach(self, replica: str) -> None:
+        """See EngineActor.detach."""
+        await self._call(self._actor.detach.remote(replica))
+
+    async def _call(self, reference: Awaitable[T]) -> T:
+        try:
+            return await reference
+        except (RayActorError, RayTaskError) as error:
+            raise EngineLostError(str(error)) from error
+
+
+@dataclass(eq=False)
+class _Flight:
+    """One request under way: what it would take to start it again elsewhere."""
+
+    request: Request
+    sequence: int
+    outputs: asyncio.Queue[tuple[int, Output]]
+    tokens: list[int] = field(default_factory=list)
+    resumes: int = 0
+    earlier_preemptions: int = 0
+    """On engines that died."""
+    preemptions: int = 0
+    over: bool = False
+    """Ended, or nobody wants it any more."""
+
+    def push(self, output: Output) -> None:
+        if output.sampled is not None:
+            self.tokens.append(output.sampled.token)
+        self.over = output.finish_reason is not None
+        self.preemptions = self.earlier_preemptions + output.num_preemptions
+        self.outputs.put_nowait((self.sequence, replace(output, num_preemptions=self.preemptions)))
+
+    def resumed(self) -> Request:
+        """The request that continues after the tokens received so far."""
+        self.earlier_preemptions = self.preemptions
+        params = self.request.params
+        if self.tokens and params.prompt_logprobs is not None:
+            params = replace(params, prompt_logprobs=None)
+        return replace(self.request, params=params, resumed=list(self.tokens))
+
+
+@dataclass(eq=False)
+class _Connection:
+    """One engine as this replica knows it."""
+
+    index: int
+    name: str = ""
+    engine: Engine | None = None
+    info: EngineInfo | None = None
+    status: EngineStatus = field(default_factory=EngineStatus)
+    flights: dict[str, _Flight] = field(default_factory=dict)
+    promised: int = 0
+    """Tokens placed here since the engine last said how busy it is."""
+
+
+class Generation:
+    """The outputs of some requests, merged as they arrive: `async for sequence, output in ...`.
+
+    Ends when every request has ended. `close` drops what has not, at any time.
+    """
+
+    def __init__(self, client: EngineClient, requests: Sequence[Request]) -> None:
+        self._client = client
+        self._outputs: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
+        self.flights = [_Flight(request, i, self._outputs) for i, request in enumerate(requests)]
+        self._ended: set[int] = set()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Output]]:
+        unread = {flight.sequence for flight in self.flights}
+        while unread:
+            sequence, output = await self._outputs.get()
+            if sequence in unread:
+                if output.finish_reason is not None:
+                    unread.discard(sequence)
+                yield sequence, output
+                # The caller may just have ended some.
+                unread -= self._ended
+
+    def end(self, sequence: int) -> None:
+        """The caller wants no more of this sequence: drop it in the engine."""
+        self._ended.add(sequence)
+        self._client.drop([self.flights[sequence]])
+
+    def close(self) -> None:
+        """Drop every sequence that has not ended."""
+        self._client.drop(self.flights)
+
+
+class EngineClient:
+    """Places requests on `num_engines` engines. One per replica, on one event loop."""
+
+    def __init__(self, replica: str, num_engines: int, directory: Directory) -> None:
+        self._replica = replica
+        self._directory = directory
+        self._connections = [_Connection(index) for index in range(num_engines)]
+        self._attached = asyncio.Condition()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None
+        self._background: list[asyncio.Task[None]] = []
+        self.info: EngineInfo
+        """Of the first engine attached; all are built from the same settings."""
+
+    async def start(self) -> None:
+        """Return once an engine is attached. Raises what keeps the engines from being built."""
+        self._background = [asyncio.create_task(self._keep(c)) for c in self._connections]
+        async with self._attached:
+            await self._attached.wait_for(lambda: self._failure is not None or bool(self._live()))
+        if self._failure is not None:
+            raise self._failure
+        self.info = next(c.info for c in self._live() if c.info is not None)
+
+    async def stop(self) -> None:
+        """Detach from every engine, which drops what this replica has there."""
+        engines = [connection.engine for connection in self._live() if connection.engine]
+        await asyncio.gather(*(_quietly(engine.detach(self._replica)) for engine in engines))
+        for task in [*self._background, *self._tasks]:
+            task.cancel()
+        await asyncio.gather(*self._background, *self._tasks, return_exceptions=True)
+
+    def statuses(self) -> dict[str, EngineStatus | None]:
+        """How busy each engine is; None for one that is down."""
+        return {
+            connection.name or f"engine-{connection.index}": connection.status if connection.engine else None
+            for connection in self._connections
+        }
+
+    async def generate(self, requests: Sequence[Request]) -> Generation:
+        """Place requests, all or none. Raises QueueFullError or NoEngineError."""
+        if not self._live():
+            raise NoEngineError("no engine is running at the moment; one is being started")
+        generation = Generation(self, requests)
+        try:
+            refusals = await self._place(generation.flights, again=False)
+        except BaseException:
+            generation.close()
+            raise
+        if refusals:
+            generation.close()
+            raise QueueFullError(refusals[0])
+        return generation
+
+    def drop(self, flights: Iterable[_Flight]) -> None:
+        """Abort requests wherever they are. Returns at once; what has ended is ignored."""
+        unwanted = [flight for flight in flights if not flight.over]
+        for flight in unwanted:
+            flight.over = True
+        for connection in self._connections:
+            here = [f.request.id for f in unwanted if connection.flights.pop(f.request.id, None)]
+            if here and connection.engine is not None:
+                self._spawn(_quietly(connection.engine.abort(here)))
+
+    def _live(self) -> list[_Connection]:
+        return [connection for connection in self._connections if connection.engine is not None]
+
+    async def _place(self, flights: Sequence[_Flight], *, again: bool) -> list[str]:
+        """Share flights out, each to the engine with most free KV; the refusals of those that declined."""
+        shares: dict[_Connection, list[_Flight]] = {}
+        for flight in flights:
+            best = max(self._live(), key=lambda c: (c.status.free_kv - c.promised, -c.status.waiting))
+            best.promised += len(flight.request.prompt) + len(flight.tokens)
+            # Registered before it is sent: a frame may overtake the answer, and a death must find it.
+            best.flights[flight.request.id] = flight
+            shares.setdefault(best, []).append(flight)
+        sends = [self._send(c, c.engine, share, again) for c, share in shares.items() if c.engine]
+        return [answer for answer in await asyncio.gather(*sends) if answer is not None]
+
+    async def _send(
+        self, connection: _Connection, engine: Engine, flights: Sequence[_Flight], again: bool
+    ) -> str | None:
+        requests = [flight.resumed() if again else flight.request for flight in flights]
+        try:
+            refusal = await engine.submit(self._replica, requests, again)
+        except EngineLostError:
+            return None
+        if refusal is not None:
+            for flight in flights:
+                connection.flights.pop(flight.request.id, None)
+        return refusal
+
+    async def _keep(self, connection: _Connection) -> None:
+        """Stay attached to engine `index` through all its lives."""
+        while True:
+            try:
+                connection.name, engine, connection.info = await self._directory.engine(connection.index)
+            except Exception as error:
+                await self._report(error)
+                return
+            renewing = asyncio.create_task(self._renew(connection, engine))
+            try:
+                async for frame in engine.frames(self._replica):
+                    if connection.engine is None:
+                        connection.engine = engine
+                        async with self._attached:
+                            self._attached.notify_all()
+                    self._receive(connection, frame)
+            except EngineLostError as error:
+                log.warning("%s is lost: %s", connection.name, error)
+            finally:
+                renewing.cancel()
+                connection.engine = None
+                stranded, connection.flights = list(connection.flights.values()), {}
+            if stranded:
+                self._spawn(self._resume(stranded))
+            await asyncio.sleep(REATTACH_SECONDS)
+
+    def _receive(self, connection: _Connection, frame: Frame) -> None:
+        connection.status = frame.status
+        connection.promised = 0
+        for output in frame.outputs:
+            flight = connection.flights.get(output.request_id)
+            if flight is not None:
+                if output.finish_reason is not None:
+                    del connection.flights[output.request_id]
+                flight.push(output)
+
+    async def _renew(self, connection: _Connection, engine: Engine) -> None:
+        while True:
+            await asyncio.sleep(LEASE_SECONDS / 10)
+            try:
+                connection.status = await engine.renew(self._replica)
+            except EngineLostError:
+                return
+
+    async def _resume(self, stranded: Sequence[_Flight]) -> None:
+        """Go on with requests whose engine died: on another one, or on the same one when it is back."""
+        going_on = []
+        for flight in stranded:
+            flight.resumes += 1
+            if flight.resumes <= MAX_RESUMES:
+                going_on.append(flight)
+            else:
+                message = f"{flight.resumes} engines died while they worked on this request"
+                flight.push(Output(flight.request.id, len(flight.tokens), None, "error", message))
+        async with self._attached:
+            await self._attached.wait_for(lambda: bool(self._live()))
+        going_on = [flight for flight in going_on if not flight.over]
+        log.warning("resuming %d requests", len(going_on))
+        await self._place(going_on, again=True)
+
+    async def _report(self, error: Exception) -> None:
+        async with self._attached:
+            self._failure = error
+            self._attached.notify_all()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _quietly(abort: Coroutine[Any, Any, None]) -> None:
+    with contextlib.suppress(EngineLostError):
+        await abort

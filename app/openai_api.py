@@ -1,0 +1,475 @@
+"""OpenAI's requests, responses and errors, with vLLM's names for what OpenAI lacks.
+
+A field that is neither OpenAI's nor listed here is refused by name, as OpenAI does: a misspelt
+`min_pp` should not pass in silence. OpenAI fields that change nothing here are accepted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from model.sampler import MAX_LOGPROBS, SamplingParams
+
+MAX_STOPS = 4
+MAX_STOP_LENGTH = 1000
+MAX_LOGIT_BIAS = 300
+MAX_STOP_TOKEN_IDS = 128
+MAX_USER_LENGTH = 256
+MAX_MESSAGES = 2048
+
+Schema = TypeVar("Schema", bound=BaseModel)
+ShortText = Annotated[str, Field(max_length=MAX_USER_LENGTH)]
+TokenId = Annotated[int, Field(ge=0)]
+
+
+class ApiError(Exception):
+    """An answer other than success, in OpenAI's shape."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body."""
+        if self.status == 429:
+            kind = "rate_limit_error"
+        elif self.status >= 500:
+            kind = "server_error"
+        elif self.status == 401:
+            kind = "authentication_error"
+        else:
+            kind = "invalid_request_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """A 400."""
+    return ApiError(400, message, param=param, code=code)
+
+
+class StreamOptions(BaseModel):
+    """What a stream tells besides text."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
+
+
+class _Generate(BaseModel):
+    """What both endpoints share."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    n: int = Field(1, ge=1)
+    stop: str | list[str] | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[str, float] | None = None
+    user: ShortText | None = None
+
+    top_k: int = Field(0, ge=-1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, gt=0, le=10)
+    ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0)
+    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=MAX_STOP_TOKEN_IDS)
+    priority: int = Field(0, ge=-(2**31), lt=2**31)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    include_preemptions: bool = False
+    """Adds `num_preemptions` to `usage.completion_tokens_details`."""
+
+    metadata: dict[str, str] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: ShortText | None = None
+    prompt_cache_key: ShortText | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_for_null(cls, data: object) -> object:
+        # OpenAI takes an explicit null for "not given".
+        if isinstance(data, dict):
+            return {key: value for key, value in data.items() if value is not None}
+        return data
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _stop_strings(cls, stop: object) -> object:
+        stops = [stop] if isinstance(stop, str) else stop
+        if not isinstance(stops, list) or not all(isinstance(text, str) for text in stops):
+            raise ValueError("must be a string or a list of strings")
+        if len(stops) > MAX_STOPS:
+            raise ValueError(f"may hold {MAX_STOPS} strings at most, got {len(stops)}")
+        if any(not 0 < len(text) <= MAX_STOP_LENGTH for text in stops):
+            raise ValueError(f"each stop string must have 1 to {MAX_STOP_LENGTH} characters")
+        return stops
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _bias(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
+        for token, value in (bias or {}).items():
+            if not (token.isascii() and token.isdigit()):
+                raise ValueError(f"{token!r} is not a token id")
+            if not -100 <= value <= 100:
+                raise ValueError(f"a bias lies between -100 and 100, got {value} for token {token}")
+        if bias and len(bias) > MAX_LOGIT_BIAS:
+            raise ValueError(f"may name {MAX_LOGIT_BIAS} tokens at most, got {len(bias)}")
+        return bias
+
+    @model_validator(mode="after")
+    def _stream_only(self) -> _Generate:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: only allowed when stream is true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs: not available when stream is true")
+        return self
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    def sampling(
+        self,
+        *,
+        vocab_size: int,
+        max_tokens: int,
+        seed: int,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+    ) -> SamplingParams:
+        """Engine parameters. Raises ApiError for token ids outside the vocabulary."""
+        bias = {int(token): value for token, value in (self.logit_bias or {}).items()}
+        for name, ids in (("logit_bias", bias), ("stop_token_ids", self.stop_token_ids)):
+            check_vocabulary(ids, vocab_size, name)
+        if self.min_tokens > max_tokens:
+            raise invalid(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({max_tokens})", "min_tokens"
+            )
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=self.temperature,
+            top_k=max(self.top_k, 0),
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            logit_bias=bias,
+            min_tokens=self.min_tokens,
+            ignore_eos=self.ignore_eos,
+            stop_token_ids=tuple(self.stop_token_ids),
+            seed=seed,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+
+class Message(BaseModel):
+    """One turn: a role and text, given as a string or as text parts."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    role: str
+    content: str
+    name: ShortText | None = None
+
+    @field_validator("role")
+    @classmethod
+    def _known_role(cls, role: str) -> str:
+        if role in ("tool", "function"):
+            raise ValueError(f"role {role!r} is not supported: this server runs no tools")
+        if role not in _ROLES:
+            raise ValueError(f"must be one of {', '.join(_ROLES)}, got {role!r}")
+        return role
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _text(cls, content: object) -> object:
+        if not isinstance(content, list):
+            return content
+        texts = []
+        for part in content:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind != "text" or not isinstance(part.get("text"), str):
+                raise ValueError(f"only parts of type 'text' are supported, got {kind!r}")
+            texts.append(part["text"])
+        return "".join(texts)
+
+    def as_template_input(self) -> dict[str, str]:
+        """What chat templates expect."""
+        return {"role": _ROLES[self.role], "content": self.content}
+
+
+class ChatRequest(_Generate):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    store: Literal[False] | None = None
+    response_format: dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    tool_choice: Literal["none"] | None = None
+    parallel_tool_calls: bool | None = None
+
+    @model_validator(mode="after")
+    def _supported(self) -> ChatRequest:
+        if self.response_format is not None and self.response_format.get("type") != "text":
+            raise ValueError(
+                f"response_format: type {self.response_format.get('type')!r} is not supported, only 'text'"
+            )
+        if self.modalities not in (None, ["text"]):
+            raise ValueError("modalities: only ['text'] is supported")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: needs logprobs to be true")
+        if self.max_tokens == 0:
+            raise ValueError("max_tokens: must be at least 1")
+        return self
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionRequest(_Generate):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    suffix: str | None = None
+    best_of: int | None = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _known_shape(cls, prompt: object) -> object:
+        if isinstance(prompt, str):
+            return prompt
+        if not isinstance(prompt, list) or not prompt:
+            raise ValueError("must be a string, a list of strings, token ids or a list of token-id lists")
+        if all(isinstance(item, str) for item in prompt) or _is_ids(prompt):
+            return prompt
+        if all(isinstance(item, list) and _is_ids(item) for item in prompt):
+            return prompt
+        raise ValueError("must be a string, a list of strings, token ids or a list of token-id lists")
+
+    @model_validator(mode="after")
+    def _supported(self) -> CompletionRequest:
+        if self.suffix:
+            raise ValueError("suffix: not supported")
+        if self.best_of not in (None, self.n):
+            raise ValueError("best_of: not supported beyond n")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: must be at least 1, unless echo is true")
+        return self
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """Each prompt on its own: text, or token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt
+
+
+class TokenizeRequest(BaseModel):
+    """POST /tokenize: text, or a conversation as the chat template would write it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("prompt: give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(BaseModel):
+    """POST /detokenize."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+_UNSUPPORTED = (
+    "tools",
+    "functions",
+    "function_call",
+    "audio",
+    "prediction",
+    "reasoning_effort",
+    "verbosity",
+    "web_search_options",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "use_beam_search",
+    "moderation",
+)
+
+
+def parse(schema: type[Schema], body: bytes) -> Schema:
+    """A request from its JSON. Raises ApiError naming the field at fault."""
+    try:
+        return schema.model_validate_json(body)
+    except ValidationError as error:
+        raise _as_api_error(error) from None
+
+
+def _as_api_error(error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False, include_context=False)[0]
+    kind, location, message = first["type"], first["loc"], first["msg"]
+    param = _path(location)
+    if kind == "json_invalid":
+        return invalid(f"The body is not valid JSON: {message.removeprefix('Invalid JSON: ')}")
+    if kind == "extra_forbidden":
+        if param in _UNSUPPORTED:
+            return invalid(f"'{param}' is not supported by this server.", param, "unsupported_parameter")
+        return invalid(f"Unrecognized request argument supplied: {param}", param, "unknown_parameter")
+    if kind == "missing":
+        return invalid(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
+    message = message.removeprefix("Value error, ")
+    if not location and ": " in message:
+        # A check over several fields names the one at fault itself.
+        param, message = message.split(": ", 1)
+    if not param:
+        return invalid(f"The body must be a JSON object: {message}")
+    return invalid(f"Invalid '{param}': {message}", param, "invalid_value")
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """`messages[0].content` from ("messages", 0, "content"), without a union's branch names."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif "[" not in part and part not in ("str", "int"):
+            path += f".{part}" if path else part
+    return path
+
+
+def _is_ids(items: Sequence[Any]) -> bool:
+    return bool(items) and all(type(item) is int and item >= 0 for item in items)
+
+
+def check_vocabulary(ids: Sequence[int] | dict[int, float], vocab_size: int, param: str) -> None:
+    """Raises ApiError for a token id that the model does not have."""
+    worst = max(ids, default=0)
+    if worst >= vocab_size:
+        raise invalid(
+            f"Invalid '{param}': token id {worst} is not below the vocabulary size {vocab_size}", param
+        )
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """The seed of one of `n` choices: the first one's is the request's own."""
+    if choice == 0:
+        return seed % 2**64
+    digest = hashlib.blake2b(f"{seed}:{choice}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def random_seed() -> int:
+    """A seed for a request that has none: fixed at the door, so that a replay draws the same."""
+    return secrets.randbits(63)
+
+
+class Usage:
+    """Token counts of one response."""
+
+    def __init__(self, prompt_tokens: int, *, include_preemptions: bool) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.completion_tokens = 0
+        self.preemptions: dict[int, int] = {}
+        self._include_preemptions = include_preemptions
+
+    def body(self) -> dict[str, Any]:
+        """The `usage` object."""
+        usage: dict[str, Any] = {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+        }
+        if self._include_preemptions:
+            usage["completion_tokens_details"] = {"num_preemptions": sum(self.preemptions.values())}
+        return usage
+
+
+class Envelope:
+    """What every object of one response repeats: id, time, model, fingerprint."""
+
+    def __init__(self, kind: Literal["chat", "completion"], model: str, fingerprint: str) -> None:
+        self.chat = kind == "chat"
+        self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{secrets.token_hex(16)}"
+        self._created = int(time.time())
+        self._model = model
+        self._fingerprint = fingerprint
+
+    def body(self, choices: list[dict[str, Any]], *, chunk: bool) -> dict[str, Any]:
+        """The response, or one chunk of it, without usage."""
+        kind = "text_completion" if not self.chat else "chat.completion.chunk" if chunk else "chat.completion"
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "system_fingerprint": self._fingerprint,
+            "choices": choices,
+        }
+
+
+def sse(body: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def finite(logprob: float | None) -> float | None:
+    """A log-probability as JSON can hold it; OpenAI's -9999.0 stands for impossible."""
+    if logprob is None or not math.isfinite(logprob):
+        return None if logprob is None else -9999.0
+    return logprob

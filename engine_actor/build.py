@@ -1,0 +1,84 @@
+"""From settings to an engine with a model in it, and what to tell people about it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+
+import numba
+import numpy as np
+import torch
+
+from engine_actor.engine import Engine
+from engine_actor.messages import EngineConfig, EngineInfo
+from engine_actor.request import Request
+from model import sampler
+from model.batch import Batch
+from model.files import find_model
+from model.loader import load_model
+from model.sampler import SamplingParams
+from model.slot_kv import SlotKV
+from model.transformer import Transformer
+from policies import load_policy
+
+
+def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
+    """Load the model and put an engine around it, on the thread that will step it.
+
+    Raises what the loader or a policy raises: the message names what is wrong.
+    """
+    # Ray starts workers with OMP_NUM_THREADS=1, and the count belongs to the calling thread.
+    threads = config.threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+
+    dtype = None if config.dtype is None else getattr(torch, config.dtype)
+    model = load_model(config.model, device=config.device, dtype=dtype)
+    max_len = min(config.max_len, model.config.context)
+    kv = model.new_kv(config.max_num_seqs, max_len)
+    _warm_up(model, kv)
+    engine = Engine(
+        model,
+        kv,
+        load_policy(config.policy, **config.policy_settings),
+        mode=config.mode,
+        max_step_tokens=config.max_step_tokens,
+        kv_budget=config.kv_budget_tokens,
+    )
+    return engine, _describe(config, engine, model, threads)
+
+
+def _warm_up(model: Transformer, kv: SlotKV) -> None:
+    """Compile the kernels and touch the weights, so that no request waits for it. Uses the scratch slot."""
+    for rows in (min(16, kv.max_len), 1):
+        steps = np.arange(rows, dtype=np.int64)
+        batch = Batch(np.zeros_like(steps), steps, np.full_like(steps, kv.scratch), steps[-1:])
+        logits = model.forward(batch, kv)
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature, top_p=0.9, logprobs=1)
+        sampler.sample(logits, [Request("warm-up", [0], params)])
+
+
+def _describe(config: EngineConfig, engine: Engine, model: Transformer, threads: int) -> EngineInfo:
+    kv = engine.kv
+    megabytes = (kv.keys.nbytes + kv.values.nbytes) / 2**20
+    name = find_model(config.model).name
+    counts = model.row_counts
+    dtype = str(model.dtype).removeprefix("torch.")
+    outputs_depend_on = f"{name} {model.config} {model.device.type} {dtype} {torch.__version__}"
+    exactness = "bit-exact in any batch" if model.exact else "NOT bit-exact on this machine"
+    summary = (
+        f"{name} on {model.device.type} in {dtype}; {exactness} "
+        f"({len(counts.kept)} of {len(counts.candidates)} row counts agree); "
+        f"{kv.num_slots} slots of {kv.max_len} tokens, {megabytes:.0f} MB KV, "
+        f"budget {engine.scheduler.kv_budget} tokens; {threads} threads; "
+        f"policy {engine.scheduler.policy.name}, mode {config.mode}"
+    )
+    return EngineInfo(
+        summary=summary,
+        vocab_size=model.vocab_size,
+        max_len=kv.max_len,
+        largest_request=engine.scheduler.largest_request,
+        exact=model.exact,
+        fingerprint="fp_" + hashlib.blake2b(outputs_depend_on.encode(), digest_size=5).hexdigest(),
+    )

@@ -1,0 +1,62 @@
+"""What crosses the border between replicas, supervisor and engine actors. Light to import."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from engine_actor.request import Output
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What builds one engine; app/config.py says what each setting means. None: chosen by the model."""
+
+    model: str | None = None
+    device: str | None = None
+    dtype: str | None = None
+    threads: int = 0
+    max_num_seqs: int = 16
+    max_len: int = 2048
+    kv_budget_tokens: int | None = None
+    mode: Literal["separate", "batched", "chunked"] = "chunked"
+    max_step_tokens: int = 256
+    policy: str = "fcfs"
+    policy_settings: dict[str, Any] = field(default_factory=dict)
+    max_waiting: int = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine turned out to be, told once."""
+
+    summary: str
+    """One line for people: model, exactness, slots, memory, threads, policy."""
+    vocab_size: int
+    max_len: int
+    largest_request: int
+    """Most tokens (prompt + max_tokens) one request may need."""
+    exact: bool
+    fingerprint: str
+    """What outputs depend on, besides prompt, parameters and seed."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """How busy an engine is."""
+
+    steps: int = 0
+    waiting: int = 0
+    running: int = 0
+    free_kv: int = 0
+    """KV budget less the tokens of everything running or waiting; negative when more waits than fits."""
+    stalled: float = 0.0
+    """Seconds since the last step ended while there is work; 0 when idle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What one step has to say to one replica: all of its requests' outputs in one message."""
+
+    status: EngineStatus
+    outputs: tuple[Output, ...] = ()

@@ -1,0 +1,133 @@
+"""Owns the engine actors: creates them, watches them, and starts a dead one again.
+
+It is a Serve deployment, so that Serve restarts it and `serve shutdown` ends it; and it owns the
+engines as plain child actors, so that Ray ends them with it. No engine outlives the application.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import ray
+from ray import serve
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayTaskError
+
+from engine_actor.actor import EngineActor, Observer
+from engine_actor.build import build_engine
+from engine_actor.messages import EngineConfig, EngineInfo
+
+log = logging.getLogger("ray.serve")
+
+MAX_BACKOFF_SECONDS = 30.0
+STEADY_SECONDS = 60.0
+"""An engine that lived this long did not die of how it started: the next start is not delayed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Incarnation:
+    """One life of one engine; a restart is another one."""
+
+    name: str
+    actor: ActorHandle
+    info: EngineInfo
+
+
+class EngineFailedError(RuntimeError):
+    """An engine could not be built; the message says what its model or settings lack."""
+
+
+class Supervisor:
+    """Engines 0..num_engines - 1, each built from `config` inside its own actor."""
+
+    def __init__(
+        self,
+        num_engines: int,
+        config: EngineConfig,
+        observers: Callable[[], Sequence[Observer]] = tuple,
+    ) -> None:
+        self._application = serve.get_replica_context().app_name
+        self._config = config
+        self._observers = observers
+        self._num_engines = num_engines
+        self._alive: list[Incarnation | None] = [None] * num_engines
+        self._failure: EngineFailedError | None = None
+        self._changed = asyncio.Condition()
+        self._watches = [asyncio.ensure_future(self._watch(index)) for index in range(num_engines)]
+
+    async def engine(self, index: int) -> Incarnation:
+        """Engine `index`, as soon as it lives.
+
+        Raises EngineFailedError if it could not be built in the first place.
+        """
+        async with self._changed:
+            while True:
+                if self._failure is not None:
+                    raise self._failure
+                alive = self._alive[index]
+                if alive is not None:
+                    return alive
+                await self._changed.wait()
+
+    async def _watch(self, index: int) -> None:
+        backoff = 1.0
+        lived = False
+        while True:
+            started = time.monotonic()
+            actor = None
+            try:
+                actor = self._start(index)
+                info: EngineInfo = await actor.ready.remote()
+                await self._announce(index, actor, info)
+                lived = True
+                await actor.lifetime.remote()
+            except RayTaskError as error:
+                # Building failed, and would fail again: unless it worked before, say so and stop.
+                log.error("engine %d could not be built: %s", index, error.cause)
+                if not lived:
+                    await self._fail(index, error)
+                    return
+            except (RayActorError, ValueError) as error:
+                # ValueError: the name still belongs to the life before; it will be free in a moment.
+                log.error("engine %d is gone, starting it again: %s", index, error)
+            async with self._changed:
+                self._alive[index] = None
+            if actor is not None:
+                ray.kill(actor)
+            if time.monotonic() - started > STEADY_SECONDS:
+                backoff = 1.0
+            await asyncio.sleep(backoff)
+            backoff = min(2 * backoff, MAX_BACKOFF_SECONDS)
+
+    def _start(self, index: int) -> ActorHandle:
+        gpu = self._config.device != "cpu" and ray.cluster_resources().get("GPU", 0) >= 1
+        threads = self._config.threads or self._fair_share()
+        config = dataclasses.replace(self._config, threads=threads)
+        name = f"{self._application}-engine-{index}"
+        actor_class = ray.remote(EngineActor).options(name=name, num_cpus=0, num_gpus=int(gpu))
+        return actor_class.remote(
+            name, functools.partial(build_engine, config), config.max_waiting, self._observers
+        )
+
+    def _fair_share(self) -> int:
+        """Threads of an engine when those of one node share its cores."""
+        nodes: int = sum(node["Alive"] for node in ray.nodes())
+        return max(1, len(os.sched_getaffinity(0)) // math.ceil(self._num_engines / nodes))
+
+    async def _announce(self, index: int, actor: ActorHandle, info: EngineInfo) -> None:
+        async with self._changed:
+            self._alive[index] = Incarnation(f"engine-{index}", actor, info)
+            self._changed.notify_all()
+
+    async def _fail(self, index: int, error: RayTaskError) -> None:
+        async with self._changed:
+            self._failure = EngineFailedError(f"engine {index} could not be built: {error.cause}")
+            self._changed.notify_all()
