@@ -135,15 +135,18 @@ def _drive(
     recorder = Recorder(model)
     engine = Engine(recorder, kv, Fcfs(), mode=mode)
     scheduler = engine.scheduler
+    ample = scheduler.kv_budget
     recorder.owners = lambda: {request.slot: request for request in scheduler.running}
     joining = list(requests)
     while joining or engine.has_work():
+        scheduler.kv_budget = ample
         while joining and (not disturb or not engine.has_work() or rng.random() < 0.4):
             engine.submit(joining.pop())
         if disturb:
             scheduler.max_step_tokens = rng.randint(kv.num_slots + 1, kv.num_slots + 64)
-            if scheduler.running and rng.random() < 0.1:
-                scheduler.preempt(rng.choice(scheduler.running), engine.clock())
+            # A budget below what is cached makes the scheduler forget somebody in this step.
+            cached = sum(len(request.tokens) for request in scheduler.running)
+            scheduler.kv_budget = rng.randint(1, cached) if cached and rng.random() < 0.2 else ample
         outputs, record = engine.step()
         if record.errors:
             raise RuntimeError(next(output.error for output in outputs if output.error))

@@ -10,10 +10,12 @@ from collections import Counter
 import torch
 
 from bench import bare, workload
-from bench.report import Report
+from bench.report import Advance, Report
+from engine_actor.engine import Engine
 from model.batch import Batch
 from model.slot_kv import SlotKV
 from model.transformer import Transformer
+from policies.fcfs import Fcfs
 
 
 class Counting:
@@ -31,12 +33,9 @@ class Counting:
         self.calls[len(batch), len(batch.logit_rows)] += 1
         return self.model.forward(batch, kv)
 
-    def new_kv(self, *, num_slots: int, max_len: int) -> SlotKV:
-        return self.model.new_kv(num_slots, max_len)
-
 
 @torch.inference_mode()
-def linear_seconds(model: Transformer, calls: Counter[tuple[int, int]], advance: bare.Advance) -> float:
+def linear_seconds(model: Transformer, calls: Counter[tuple[int, int]], advance: Advance) -> float:
     """Time the same linear layers alone, once per forward, at the row counts those forwards had."""
     config, weights = model.config, model.weights
     attended = config.n_head * config.head_dim
@@ -90,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     rows: list[tuple[float, float, float]] = []
     for turn in range(1, args.rounds + 1):
         counting = Counting(model)
-        engine = bare.build(counting, slots=args.slots)
+        engine = Engine(counting, model.new_kv(args.slots, 2048), Fcfs())
         with report.progress(f"engine {turn}/{args.rounds}", work.output_tokens) as advance:
             run = bare.drive(engine, work, advance=advance)
         with report.progress(f"linear layers {turn}/{args.rounds}", counting.calls.total()) as advance:
