@@ -155,15 +155,12 @@ class Generation:
         self._ended: set[int] = set()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Output]]:
-        unread = {flight.sequence for flight in self.flights}
-        while unread:
+        while len(self._ended) < len(self.flights):
             sequence, output = await self._outputs.get()
-            if sequence in unread:
+            if sequence not in self._ended:
                 if output.finish_reason is not None:
-                    unread.discard(sequence)
+                    self._ended.add(sequence)
                 yield sequence, output
-                # The caller may just have ended some.
-                unread -= self._ended
 
     def end(self, sequence: int) -> None:
         """The caller wants no more of this sequence: drop it in the engine."""
@@ -172,6 +169,7 @@ class Generation:
 
     def close(self) -> None:
         """Drop every sequence that has not ended."""
+        self._ended.update(flight.sequence for flight in self.flights)
         self._client.drop(self.flights)
 
 

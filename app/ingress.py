@@ -261,10 +261,9 @@ class Service:
                 "prompt",
             )
         prompts = [await self._encode(prompt) for prompt in body.prompts]
-        default = COMPLETION_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
-        max_tokens = [
-            self._fit("prompt", len(prompt), body.max_tokens and default, default) for prompt in prompts
-        ]
+        # An echo without output still takes one token, which is not shown.
+        asked = None if body.max_tokens is None else max(1, body.max_tokens)
+        max_tokens = [self._fit("prompt", len(prompt), asked, COMPLETION_MAX_TOKENS) for prompt in prompts]
         scores = body.prompt_logprobs
         if body.echo and body.logprobs is not None:
             scores = max(body.logprobs, scores or 0)

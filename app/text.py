@@ -36,7 +36,10 @@ class Tokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, eos_token_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self.eos_token_ids = eos_token_ids
-        self.special_ids = frozenset(tokenizer.all_special_ids)
+        added = tokenizer.added_tokens_decoder
+        self.special_ids = frozenset(
+            [*tokenizer.all_special_ids, *(token_id for token_id, token in added.items() if token.special)]
+        )
         self.has_chat_template = bool(tokenizer.chat_template)
         decoder = json.loads(tokenizer.backend_tokenizer.to_str()).get("decoder") or {}
         self._token_bytes = _byte_table(tokenizer, decoder)

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -279,7 +279,7 @@ class EngineActor:
         """Never returns: the call fails when the actor dies, which is how its death is noticed."""
         await asyncio.Event().wait()
 
-    async def frames(self, replica: str) -> AsyncIterator[Frame]:
+    async def frames(self, replica: str) -> AsyncGenerator[Frame, None]:
         """Attach a replica: first the engine's status, then a frame whenever a step concerns it.
 
         Ends when the replica attaches anew or its lease runs out. Its requests end with it.

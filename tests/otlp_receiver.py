@@ -105,11 +105,11 @@ def _spans(request: ExportTraceServiceRequest) -> Iterator[ReceivedSpan]:
                 )
 
 
-def _dict(attributes: Any) -> dict[str, Any]:  # noqa: ANN401 - a protobuf container
+def _dict(attributes: Any) -> dict[str, Any]:
     return {item.key: _value(item.value) for item in attributes}
 
 
-def _value(value: AnyValue) -> Any:  # noqa: ANN401
+def _value(value: AnyValue) -> Any:
     kind = value.WhichOneof("value")
     if kind == "array_value":
         return [_value(item) for item in value.array_value.values]

@@ -30,7 +30,7 @@ def logits(rows: int, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def draws(row: torch.Tensor, n: int, **params: Any) -> list[int]:  # noqa: ANN401
+def draws(row: torch.Tensor, n: int, **params: Any) -> list[int]:
     """Tokens drawn from one row with n different seeds."""
     sequences = [Sequence(SamplingParams(seed=seed, **params)) for seed in range(n)]
     return [s.token for s in sample(row.expand(n, -1), sequences)]

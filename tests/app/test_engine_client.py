@@ -1,0 +1,216 @@
+"""Requests are placed, followed, dropped, and outlive their engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from app import engine_client
+from app.engine_client import EngineClient, Generation, NoEngineError, QueueFullError
+from engine_actor.request import Request
+from model.sampler import SamplingParams
+from tests.app.engines import LocalDirectory, build_toy
+
+
+def request(name: str, prompt: list[int], max_tokens: int, *, seed: int = 0) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.9, seed=seed, prompt_logprobs=0)
+    return Request(name, prompt, params)
+
+
+@asynccontextmanager
+async def client_of(
+    directory: LocalDirectory, engines: int = 1, replica: str = "replica"
+) -> AsyncIterator[EngineClient]:
+    client = EngineClient(replica, engines, directory)
+    await client.start()
+    try:
+        yield client
+    finally:
+        await client.stop()
+        directory.stop()
+
+
+async def tokens_of(generation: Generation) -> list[list[int]]:
+    tokens: dict[int, list[int]] = {flight.sequence: [] for flight in generation.flights}
+    scores = dict.fromkeys(tokens, 0)
+    async for sequence, output in generation:
+        assert output.error is None
+        assert output.sampled is not None
+        assert output.index == len(tokens[sequence])
+        tokens[sequence].append(output.sampled.token)
+        scores[sequence] += len(output.prompt_scores)
+    assert all(scores[f.sequence] == f.request.prompt_len - 1 for f in generation.flights)
+    return list(tokens.values())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 30))
+
+
+def requests(count: int, max_tokens: int = 20) -> list[Request]:
+    return [request(f"r{i}", [i + 1, 5, 9], max_tokens, seed=i) for i in range(count)]
+
+
+def test_many_requests_on_two_engines_get_what_one_gets_alone() -> None:
+    async def scenario() -> None:
+        async with client_of(LocalDirectory(build_toy())) as client:
+            alone = [(await tokens_of(await client.generate([each])))[0] for each in requests(9)]
+        directory = LocalDirectory(build_toy(seconds=0.002))
+        async with client_of(directory, engines=2) as client:
+            await until(lambda: None not in client.statuses().values())
+            together = await tokens_of(await client.generate(requests(9)))
+            assert together == alone
+            assert all(engine.actor._steps.status().steps > 0 for engine in directory.engines.values())
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_a_killed_engine_costs_no_token_and_repeats_none(engines: int) -> None:
+    async def scenario() -> None:
+        async with client_of(LocalDirectory(build_toy())) as client:
+            expected = await tokens_of(await client.generate(requests(6)))
+        directory = LocalDirectory(build_toy(seconds=0.005))
+        async with client_of(directory, engines) as client:
+            await until(lambda: None not in client.statuses().values())
+            generation = await client.generate(requests(6))
+            reading = asyncio.ensure_future(tokens_of(generation))
+            await until(lambda: all(len(flight.tokens) >= 3 for flight in generation.flights[:4]))
+            assert not generation.flights[0].over
+            directory.engines[0].kill()
+            assert await reading == expected
+
+    run(scenario())
+
+
+def test_a_request_that_outlives_too_many_engines_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_client, "REATTACH_SECONDS", 0.01)
+
+    async def scenario() -> None:
+        directory = LocalDirectory(build_toy(seconds=0.02))
+        async with client_of(directory) as client:
+            generation = await client.generate(requests(1, max_tokens=60))
+
+            async def kill_again_and_again() -> None:
+                for _ in range(engine_client.MAX_RESUMES + 1):
+                    engine = directory.engines[0]
+                    await until(lambda e=engine: e.actor._steps.status().running > 0)  # type: ignore[misc]
+                    engine.kill()
+                    await until(lambda e=engine: directory.engines[0] is not e)  # type: ignore[misc]
+
+            killing = asyncio.ensure_future(kill_again_and_again())
+            last = [output async for _, output in generation][-1]
+            assert last.finish_reason == "error"
+            assert "4 engines died" in (last.error or "")
+            await killing
+
+    run(scenario())
+
+
+def test_dropped_requests_are_gone_within_two_steps_running_or_waiting() -> None:
+    async def scenario() -> None:
+        directory = LocalDirectory(build_toy(seconds=0.02, num_slots=2))
+        async with client_of(directory) as client:
+            generation = await client.generate(requests(4, max_tokens=60))
+            steps = directory.engines[0].actor._steps
+            await until(lambda: steps.status().running == 2)
+            before = steps.status().steps
+            generation.close()
+            await until(lambda: steps.status().running == steps.status().waiting == 0)
+            assert steps.status().steps - before <= 2
+            assert steps.status().free_kv == 2 * 64
+            assert [item async for item in generation] == []
+
+    run(scenario())
+
+
+def test_requests_dropped_while_no_engine_lives_are_not_resumed() -> None:
+    async def scenario() -> None:
+        directory = LocalDirectory(build_toy(seconds=0.01))
+        async with client_of(directory) as client:
+            dropped = await client.generate(requests(1, max_tokens=60))
+            directory.restarting = False
+            directory.engines[0].kill()
+            await until(lambda: client.statuses() == {"engine-0": None})
+            with pytest.raises(NoEngineError):
+                await client.generate([request("late", [1, 2], 2)])
+            dropped.close()
+            directory.restarting = True
+            await until(lambda: client.statuses() != {"engine-0": None})
+            await asyncio.sleep(0.1)
+            assert directory.engines[0].actor._steps.status().steps == 0
+
+    run(scenario())
+
+
+def test_the_queue_is_bounded_and_takes_all_or_none() -> None:
+    async def scenario() -> None:
+        directory = LocalDirectory(build_toy(seconds=0.01, num_slots=2), max_waiting=3)
+        async with client_of(directory) as client:
+            full = await client.generate(requests(5))
+            with pytest.raises(QueueFullError, match="5 requests run or wait here, and 5 is the limit"):
+                await client.generate([request("one too many", [1, 2], 2)])
+            full.end(0)
+            await until(lambda: directory.engines[0].actor._steps._accepted == 4)
+            with pytest.raises(QueueFullError):
+                await client.generate([request("two", [1, 2], 2), request("three", [1, 2], 2)])
+            await until(lambda: directory.engines[0].actor._steps._accepted == 4)
+            await client.generate([request("fits", [1, 2], 2)])
+
+    run(scenario())
+
+
+def test_a_silent_replica_loses_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine_actor.actor.LEASE_SECONDS", 0.2)
+    monkeypatch.setattr("app.engine_client.LEASE_SECONDS", 1000.0)
+
+    async def scenario() -> None:
+        directory = LocalDirectory(build_toy(seconds=0.05))
+        async with client_of(directory) as client:
+            generation = await client.generate(requests(1, max_tokens=60))
+            status = directory.engines[0].actor._steps.status
+            await until(lambda: status().running == 1)
+            for task in client._background:
+                task.cancel()  # as if the process had been killed
+            await until(lambda: status().running == 0)
+            assert not generation.flights[0].over
+
+    run(scenario())
+
+
+def test_a_replica_whose_lease_ran_out_attaches_anew_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with client_of(LocalDirectory(build_toy())) as client:
+            expected = await tokens_of(await client.generate(requests(2)))
+        directory = LocalDirectory(build_toy(seconds=0.02))
+        async with client_of(directory) as client:
+            generation = await client.generate(requests(2))
+            reading = asyncio.ensure_future(tokens_of(generation))
+            await until(lambda: len(generation.flights[0].tokens) > 2)
+            directory.engines[0].actor._detach("replica")
+            assert await reading == expected
+
+    run(scenario())
+
+
+def test_what_keeps_engines_from_being_built_is_raised_at_the_start() -> None:
+    def broken() -> Any:
+        raise FileNotFoundError("no model at /nowhere")
+
+    async def scenario() -> None:
+        directory = LocalDirectory(broken)
+        with pytest.raises(RuntimeError, match="no model at /nowhere"):
+            await EngineClient("replica", 1, directory).start()
+        directory.stop()
+
+    run(scenario())

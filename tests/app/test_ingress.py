@@ -1,0 +1,623 @@
+"""Every route and every refusal, over a toy engine in this process, through the official client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from app.config import Settings
+from app.engine_client import EngineClient
+from app.ingress import Service, create_app
+from app.openai_api import MAX_LOGIT_BIAS, MAX_STOP_LENGTH, MAX_STOPS, MAX_USER_LENGTH
+from app.tenants import Tenants, digest
+from app.text import Tokenizer
+from tests.app.engines import POISON, LocalDirectory, build_toy
+from tests.fakes import VOCAB
+
+MODEL = "toy"
+HELLO: Any = [{"role": "user", "content": "Hello"}]
+MAX_LEN = 128
+
+
+@dataclass
+class Site:
+    """The application in this process: HTTP without a socket, and the official client on it."""
+
+    http: httpx.AsyncClient
+    openai: openai.AsyncOpenAI
+    directory: LocalDirectory
+    client: EngineClient
+    app: Any
+
+    async def post(self, path: str, **body: Any) -> httpx.Response:
+        return await self.http.post(path, json=body)
+
+    async def refused(self, path: str, status: int, param: str | None, **body: Any) -> dict[str, Any]:
+        response = await self.post(path, **body)
+        assert response.status_code == status, response.text
+        error: dict[str, Any] = response.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["param"] == param
+        return error
+
+
+@asynccontextmanager
+async def site(
+    tokenizer: Tokenizer,
+    keys: dict[str, str] | None = None,
+    *,
+    seconds: float = 0.0,
+    kv_budget: int | None = None,
+    max_waiting: int = 100,
+    **settings: Any,
+) -> AsyncIterator[Site]:
+    directory = LocalDirectory(build_toy(seconds=seconds, max_len=MAX_LEN, kv_budget=kv_budget), max_waiting)
+    client = EngineClient("replica", 1, directory)
+    await client.start()
+    known = Settings(model_name=MODEL, **settings)
+    app = create_app(Service(known, tokenizer, client, Tenants(keys or {}, known.max_tenants)))
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    try:
+        async with httpx.AsyncClient(transport=transport, base_url="http://toy") as http:
+            transport_of_a_fork: Any = http  # the official client names a fork of httpx as its type
+            official = openai.AsyncOpenAI(
+                base_url="http://toy/v1", api_key="k", http_client=transport_of_a_fork, max_retries=0
+            )
+            yield Site(http, official, directory, client, app)
+    finally:
+        await client.stop()
+        directory.stop()
+
+
+def scenario(work: Callable[[Site], Awaitable[None]], tokenizer: Tokenizer, **options: Any) -> None:
+    async def main() -> None:
+        async with site(tokenizer, **options) as running:
+            await work(running)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    lines = [line for line in response.text.split("\n") if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def test_a_chat_answer_has_openais_shape_streamed_or_not(tokenizer: Tokenizer) -> None:
+    async def work(s: Site) -> None:
+        options: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 9, "seed": 3}
+        whole = (await s.post("/v1/chat/completions", **options)).json()
+        assert whole["id"].startswith("chatcmpl-")
+        assert whole["object"] == "chat.completion"
+        assert whole["system_fingerprint"] == "fp_toy"
+        choice = whole["choices"][0]
+        assert choice["message"] == {
+            "role": "assistant",
+            "content": choice["message"]["content"],
+            "refusal": None,
+            "annotations": [],
+        }
+        assert choice["finish_reason"] in ("length", "stop")
+        usage = whole["usage"]
+        assert usage["prompt_tokens"] == len(tokenizer.encode_chat(HELLO))
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+
+        streamed = events(
+            await s.post(
+                "/v1/chat/completions", **options, stream=True, stream_options={"include_usage": True}
+            )
+        )
+        first, *middle, final, last = streamed
+        assert first["choices"][0]["delta"] == {"role": "assistant", "content": "", "refusal": None}
+        text = "".join(chunk["choices"][0]["delta"]["content"] for chunk in middle)
+        assert text == choice["message"]["content"]
+        assert final["choices"][0] | {"finish_reason": 0} == {
+            "index": 0,
+            "delta": {},
+            "logprobs": None,
+            "finish_reason": 0,
+        }
+        assert final["choices"][0]["finish_reason"] == choice["finish_reason"]
+        assert all(chunk["usage"] is None for chunk in streamed[:-1])
+        assert last["choices"] == []
+        assert last["usage"] == usage
+        assert {(c["id"], c["object"], c["created"], c["model"]) for c in streamed} == {
+            (first["id"], "chat.completion.chunk", first["created"], MODEL)
+        }
+
+        plain = events(await s.post("/v1/chat/completions", **options, stream=True))
+        assert not any("usage" in chunk for chunk in plain)
+        counting = events(
+            await s.post(
+                "/v1/chat/completions",
+                **options,
+                stream=True,
+                stream_options={"include_usage": True, "continuous_usage_stats": True},
+            )
+        )
+        counts = [chunk["usage"]["completion_tokens"] for chunk in counting]
+        assert counts == sorted(counts)
+        assert counts[0] == 0
+        assert counts[-1] == usage["completion_tokens"]
+
+    scenario(work, tokenizer)
+
+
+def test_the_official_client_reads_both_endpoints(tokenizer: Tokenizer) -> None:
+    async def work(s: Site) -> None:
+        chat = await s.openai.chat.completions.create(
+            model=MODEL,
+            messages=HELLO,
+            max_completion_tokens=6,
+            seed=1,
+            logprobs=True,
+            top_logprobs=3,
+        )
+        assert chat.choices[0].logprobs is not None
+        content = chat.choices[0].logprobs.content or []
+        assert b"".join(bytes(token.bytes or []) for token in content).decode(errors="replace") == (
+            chat.choices[0].message.content
+        )
+        assert all(len(token.top_logprobs) == 3 for token in content)
+        completion = await s.openai.completions.create(
+            model=MODEL, prompt="Once", max_tokens=6, seed=1, logprobs=2, echo=True
+        )
+        choice = completion.choices[0]
+        assert completion.id.startswith("cmpl-")
+        assert choice.text.startswith("Once")
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs is not None
+        assert choice.logprobs.token_logprobs[0] is None
+        assert choice.logprobs.text_offset is not None
+        tokens = choice.logprobs.tokens or []
+        for token, offset in zip(tokens, choice.logprobs.text_offset, strict=True):
+            assert token.startswith("bytes:") or choice.text[offset:].startswith(token)
+        models = [model.id async for model in s.openai.models.list()]
+        assert models == [MODEL]
+        assert (await s.openai.models.retrieve(MODEL)).id == MODEL
+        with pytest.raises(openai.NotFoundError):
+            await s.openai.models.retrieve("gpt-4")
+
+    scenario(work, tokenizer)
+
+
+def test_completions_take_all_four_forms_of_prompt(tokenizer: Tokenizer) -> None:
+    async def work(s: Site) -> None:
+        texts = ["One day", "Two"]
+        ids = [tokenizer.encode(text) for text in texts]
+        small = [[token % VOCAB for token in prompt] for prompt in ids]
+        options = {"temperature": 0, "max_tokens": 5}
+        both = (await s.post("/v1/completions", prompt=texts, **options)).json()
+        assert [choice["index"] for choice in both["choices"]] == [0, 1]
+        assert both["usage"]["prompt_tokens"] == sum(map(len, ids))
+        single = (await s.post("/v1/completions", prompt=texts[1], **options)).json()
+        assert single["choices"][0]["text"] == both["choices"][1]["text"]
+        by_ids = (await s.post("/v1/completions", prompt=small, **options)).json()
+        one = (await s.post("/v1/completions", prompt=small[0], **options)).json()
+        assert one["choices"][0]["text"] == by_ids["choices"][0]["text"]
+        streamed = events(await s.post("/v1/completions", prompt=texts, **options, stream=True))
+        for index in (0, 1):
+            text = "".join(c["choices"][0]["text"] for c in streamed if c["choices"][0]["index"] == index)
+            assert text == both["choices"][index]["text"]
+        assert {c["object"] for c in streamed} == {"text_completion"}
+
+    scenario(work, tokenizer)
+
+
+def test_echo_alone_scores_a_prompt(tokenizer: Tokenizer) -> None:
+    async def work(s: Site) -> None:
+        prompt = [40, 41, 42]
+        text = tokenizer.decode(prompt)
+        body: dict[str, Any] = {"prompt": prompt, "echo": True, "max_tokens": 0, "logprobs": 1}
+        answer = (await s.post("/v1/completions", **body)).json()
+        assert answer["choices"][0]["text"] == text
+        assert answer["choices"][0]["logprobs"]["tokens"] == [tokenizer.token_text(t) for t in prompt]
+        assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 0, "total_tokens": 3}
+        streamed = events(await s.post("/v1/completions", **body, stream=True))
+        assert "".join(chunk["choices"][0]["text"] for chunk in streamed) == text
+
+    scenario(work, tokenizer)
+
+
+def test_choices_differ_and_seeds_repeat(tokenizer: Tokenizer) -> None:
+    async def work(s: Site) -> None:
+        def texts(answer: httpx.Response) -> list[str]:
+            return [choice["message"]["content"] for choice in answer.json()["choices"]]
+
+        many = await s.post("/v1/chat/completions", messages=HELLO, n=3, max_tokens=8, seed=11)
+        again = await s.post("/v1/chat/completions", messages=HELLO, n=3, max_tokens=8, seed=11)
+        single = await s.post("/v1/chat/completions", messages=HELLO, max_tokens=8, seed=11)
+        assert texts(many) == texts(again)
+        assert len(set(texts(many))) == 3
+        assert texts(single) == texts(many)[:1]
+        unseeded = [await s.post("/v1/chat/completions", messages=HELLO, max_tokens=8) for _ in range(2)]
+        assert texts(unseeded[0]) != texts(unseeded[1])
+        streamed = events(
+            await s.post("/v1/chat/completions", messages=HELLO, n=3, max_tokens=8, seed=11, stream=True)
+        )
+        for index in range(3):
+            deltas = [c["choices"][0]["delta"] for c in streamed if c["choices"][0]["index"] == index]
+            assert "".join(delta.get("content", "") for delta in deltas) == texts(many)[index]
+
+    scenario(work, tokenizer)
+
+
+def test_a_stop_string_ends_the_answer_before_it_and_the_slot_is_free(tokenizer: Tokenizer) -> None:
+    async def work(s: Site) -> None:
+        options: dict[str, Any] = {"prompt": "Go", "max_tokens": 40, "seed": 5, "ignore_eos": True}
+        full = (await s.post("/v1/completions", **options)).json()["choices"][0]["text"]
+        stop = full[7:10]
+        for extra in ({}, {"logprobs": 0}):
+            cut = (await s.post("/v1/completions", **options, **extra, stop=["\0never", stop])).json()
+            assert cut["choices"][0]["text"] == full[: full.index(stop)]
+            assert cut["choices"][0]["finish_reason"] == "stop"
+            assert cut["usage"]["completion_tokens"] < 40
+        streamed = events(await s.post("/v1/completions", **options, stop=stop, stream=True))
+        assert "".join(c["choices"][0]["text"] for c in streamed) == full[: full.index(stop)]
+        status = s.directory.engines[0].actor._steps.status
+        async with asyncio.timeout(5):
+            while status().running:
+                await asyncio.sleep(0.01)
+        unmet = (await s.post("/v1/completions", **options, stop=full[-2:] + "\0")).json()
+        assert unmet["choices"][0]["text"] == full
+        free = (await s.post("/v1/completions", **options, min_tokens=40)).json()["choices"][0]["text"]
+        late = (await s.post("/v1/completions", **options, min_tokens=40, stop=free[7:10])).json()
+        assert late["choices"][0]["text"] == free
+
+    scenario(work, tokenizer)
+
+
+def test_usage_tells_preemptions_when_asked(tokenizer: Tokenizer) -> None:
+    async def work(s: Site) -> None:
+        body = {
+            "prompt": ["a", "b", "c", "d"],
+            "max_tokens": 30,
+            "ignore_eos": True,
+            "include_preemptions": True,
+        }
+        answer = (await s.post("/v1/completions", **body)).json()
+        assert answer["usage"]["completion_tokens_details"]["num_preemptions"] > 0
+        assert answer["usage"]["completion_tokens"] == 4 * 30
+
+    scenario(work, tokenizer, kv_budget=64)
+
+
+def test_prompt_logprobs_have_vllms_shape(tokenizer: Tokenizer) -> None:
+    async def work(s: Site) -> None:
+        answer = (await s.post("/v1/completions", prompt=[5, 6, 7], max_tokens=1, prompt_logprobs=2)).json()
+        scores = answer["choices"][0]["prompt_logprobs"]
+        assert scores[0] is None
+        for token, score in zip((6, 7), scores[1:], strict=True):
+            assert set(score[str(token)]) == {"logprob", "rank", "decoded_token"}
+            assert sorted(entry["rank"] for entry in score.values() if entry["rank"])[:2] == [1, 2]
+
+    scenario(work, tokenizer)
+
+
+def test_tokenize_and_detokenize(tokenizer: Tokenizer) -> None:
+    async def work(s: Site) -> None:
+        answer = (await s.post("/tokenize", prompt="Hello there", return_token_strs=True)).json()
+        assert answer == {
+            "count": 2,
+            "max_model_len": MAX_LEN,
+            "tokens": tokenizer.encode("Hello there"),
+            "token_strs": ["Hello", " there"],
+        }
+        assert (await s.post("/detokenize", tokens=[40, 41])).json() == {"prompt": tokenizer.decode([40, 41])}
+        chat = (await s.post("/tokenize", messages=HELLO)).json()
+        assert chat["tokens"] == tokenizer.encode_chat(HELLO)
+        await s.refused("/tokenize", 400, "prompt")
+        await s.refused("/detokenize", 400, "tokens", tokens=[VOCAB])
+        await s.refused("/detokenize", 400, "tokens[0]", tokens=["a"])
+
+    scenario(work, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("param", "body"),
+    [
+        ("messages", {"messages": []}),
+        ("messages", {"messages": None}),
+        ("messages", {"messages": "Hello"}),
+        ("messages[0].role", {"messages": [{"role": "robot", "content": "x"}]}),
+        ("messages[0].role", {"messages": [{"role": "tool", "content": "x"}]}),
+        ("messages[0].content", {"messages": [{"role": "user", "content": 3}]}),
+        ("messages[0].content", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+        ("messages[0].content", {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}),
+        ("messages[0].tool_calls", {"messages": [{"role": "assistant", "content": "x", "tool_calls": []}]}),
+        ("temperature", {"temperature": "hot"}),
+        ("temperature", {"temperature": 2.01}),
+        ("top_p", {"top_p": 0}),
+        ("n", {"n": 0}),
+        ("n", {"n": 5}),
+        ("n", {"n": True}),
+        ("max_tokens", {"max_tokens": 0}),
+        ("max_tokens", {"max_tokens": 1.5}),
+        ("seed", {"seed": 2**63}),
+        ("stop", {"stop": ["a"] * (MAX_STOPS + 1)}),
+        ("stop", {"stop": ["a" * (MAX_STOP_LENGTH + 1)]}),
+        ("stop", {"stop": [""]}),
+        ("stop", {"stop": [1]}),
+        ("logit_bias", {"logit_bias": {str(VOCAB): 1}}),
+        ("logit_bias", {"logit_bias": {"x": 1}}),
+        ("logit_bias", {"logit_bias": {"1": 101}}),
+        ("logit_bias", {"logit_bias": {str(i): 0 for i in range(MAX_LOGIT_BIAS + 1)}}),
+        ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
+        ("top_logprobs", {"top_logprobs": 2}),
+        ("user", {"user": "u" * (MAX_USER_LENGTH + 1)}),
+        ("tools", {"tools": [{"type": "function"}]}),
+        ("functions", {"functions": []}),
+        ("response_format", {"response_format": {"type": "json_object"}}),
+        ("stream_options", {"stream_options": {"include_usage": True}}),
+        ("prompt_logprobs", {"prompt_logprobs": 1, "stream": True}),
+        ("stop_token_ids", {"stop_token_ids": [VOCAB]}),
+        ("stop_token_ids[0]", {"stop_token_ids": [-1]}),
+        ("min_tokens", {"min_tokens": 9, "max_tokens": 8}),
+        ("priority", {"priority": "high"}),
+        ("min_pp", {"min_pp": 0.1}),
+        ("store", {"store": True}),
+    ],
+)
+def test_a_bad_chat_field_is_refused_by_name(tokenizer: Tokenizer, param: str, body: dict[str, Any]) -> None:
+    async def work(s: Site) -> None:
+        error = await s.refused("/v1/chat/completions", 400, param, **({"messages": HELLO} | body))
+        assert error["type"] == "invalid_request_error"
+        assert param.split("[")[0] in error["message"]
+
+    scenario(work, tokenizer, max_n=4)
+
+
+def test_every_limit_admits_its_own_value(tokenizer: Tokenizer) -> None:
+    async def work(s: Site) -> None:
+        body: dict[str, Any] = {
+            "messages": HELLO,
+            "n": 4,
+            "stop": ["a" * MAX_STOP_LENGTH] * MAX_STOPS,
+            "user": "u" * MAX_USER_LENGTH,
+            "logit_bias": {f"{'0' * i}1": 0 for i in range(MAX_LOGIT_BIAS)},
+            "logprobs": True,
+            "top_logprobs": 20,
+            "temperature": 2,
+            "max_tokens": 2,
+            "min_tokens": 2,
+            "seed": -(2**63),
+            "stop_token_ids": [VOCAB - 1],
+        }
+        assert (await s.post("/v1/chat/completions", **body)).status_code == 200
+        prompts = ["a"] * 3
+        assert (await s.post("/v1/completions", prompt=prompts, max_tokens=1)).status_code == 200
+        error = await s.refused("/v1/completions", 400, "prompt", prompt=[*prompts, "a"], max_tokens=1)
+        assert "4 prompts" in error["message"]
+
+    scenario(work, tokenizer, max_n=4, max_prompts=3)
+
+
+@pytest.mark.parametrize(
+    ("param", "body"),
+    [
+        ("prompt", {"prompt": None}),
+        ("prompt", {"prompt": []}),
+        ("prompt", {"prompt": ""}),
+        ("prompt", {"prompt": [[]]}),
+        ("prompt", {"prompt": [1, "a"]}),
+        ("prompt", {"prompt": [-1]}),
+        ("prompt", {"prompt": [VOCAB]}),
+        ("prompt", {"prompt": {"a": 1}}),
+        ("suffix", {"suffix": "end"}),
+        ("best_of", {"best_of": 2}),
+        ("max_tokens", {"max_tokens": 0}),
+        ("logprobs", {"logprobs": 21}),
+        ("logprobs", {"logprobs": True}),
+    ],
+)
+def test_a_bad_completion_field_is_refused_by_name(
+    tokenizer: Tokenizer, param: str, body: dict[str, Any]
+) -> None:
+    async def work(s: Site) -> None:
+        await s.refused("/v1/completions", 400, param, **({"prompt": "a"} | body))
+
+    scenario(work, tokenizer)
+
+
+def test_lengths_are_refused_with_both_figures(tokenizer: Tokenizer) -> None:
+    async def work(s: Site) -> None:
+        fits = {"prompt": [1] * 40, "max_tokens": 60}
+        assert (await s.post("/v1/completions", **fits)).status_code == 200
+        error = await s.refused("/v1/completions", 400, "max_tokens", prompt=[1] * 40, max_tokens=61)
+        assert error["code"] == "kv_budget_exceeded"
+        assert "101" in error["message"]
+        assert "100 tokens" in error["message"]
+        error = await s.refused("/v1/completions", 400, "prompt", prompt=[1] * 40, max_tokens=MAX_LEN - 39)
+        assert error["code"] == "context_length_exceeded"
+        assert f"{MAX_LEN} tokens" in error["message"]
+        assert f"{MAX_LEN + 1} tokens (40 in the prompt" in error["message"]
+        error = await s.refused("/v1/completions", 400, "prompt", prompt=[1] * MAX_LEN)
+        assert error["code"] == "context_length_exceeded"
+        unbounded = await s.post("/v1/chat/completions", messages=HELLO, ignore_eos=True)
+        assert unbounded.json()["usage"]["total_tokens"] == 100
+
+    scenario(work, tokenizer, kv_budget=100)
+
+
+def test_bodies_that_are_no_request_at_all(tokenizer: Tokenizer) -> None:
+    async def work(s: Site) -> None:
+        for content in (b"{", b"[]", b"3", b"", b"\xff\xfe", b'{"prompt": "\\ud800"}', b'{"a":' * 9999):
+            response = await s.http.post("/v1/completions", content=content)
+            assert response.status_code == 400, content[:20]
+            assert response.json()["error"]["type"] == "invalid_request_error"
+        response = await s.http.post("/v1/completions", content=b'{"prompt": "a", "temperature": NaN}')
+        assert response.status_code == 400
+        response = await s.http.get("/v1/nothing")
+        assert response.status_code == 404
+        assert response.json()["error"]["code"] == "unknown_url"
+        assert (await s.http.get("/v1/completions")).status_code == 405
+        error = await s.refused("/v1/chat/completions", 404, "model", model="gpt-4", messages=HELLO)
+        assert error["code"] == "model_not_found"
+
+    scenario(work, tokenizer)
+
+
+def test_a_body_may_be_as_large_as_the_limit_and_no_larger(tokenizer: Tokenizer) -> None:
+    limit = 2048
+
+    async def work(s: Site) -> None:
+        body = json.dumps({"prompt": [1], "max_tokens": 1}).encode()
+        assert (await s.http.post("/v1/completions", content=body.ljust(limit))).status_code == 200
+        assert (await s.http.post("/v1/completions", content=body.ljust(limit + 1))).status_code == 413
+
+        async def undeclared() -> AsyncIterator[bytes]:
+            yield body
+            yield b" " * limit
+
+        response = await s.http.post("/v1/completions", content=undeclared())
+        assert response.status_code == 413
+        assert response.json()["error"]["code"] == "body_too_large"
+
+    scenario(work, tokenizer, max_body_bytes=limit)
+
+
+def test_a_full_queue_answers_429_and_when_to_come_back(tokenizer: Tokenizer) -> None:
+    async def work(s: Site) -> None:
+        options = {"prompt": [1], "max_tokens": 100, "ignore_eos": True}
+        waiting = [asyncio.ensure_future(s.post("/v1/completions", **options)) for _ in range(6)]
+        async with asyncio.timeout(5):
+            while s.directory.engines[0].actor._steps._accepted < 6:
+                await asyncio.sleep(0.01)
+        refused = await s.post("/v1/completions", **options, stream=True)
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert [(await response).status_code for response in waiting] == [200] * 6
+
+    scenario(work, tokenizer, max_waiting=2, seconds=0.01)
+
+
+def test_with_keys_every_request_needs_one(tokenizer: Tokenizer) -> None:
+    seen: list[str] = []
+
+    async def work(s: Site) -> None:
+        steps = s.directory.engines[0].actor._steps
+        original = steps.submit
+
+        def spy(replica: str, requests: Any, *, again: bool = False) -> str | None:
+            seen.extend(request.tenant for request in requests)
+            return original(replica, requests, again=again)
+
+        steps.submit = spy  # type: ignore[method-assign]
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret"}):
+            for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions"), ("POST", "/tokenize")):
+                response = await s.http.request(method, path, headers=headers, json={"prompt": "a"})
+                assert response.status_code == 401
+                assert response.json()["error"]["type"] == "authentication_error"
+        headers = {"Authorization": "Bearer secret", "X-Tenant-Id": "mallory"}
+        response = await s.http.post(
+            "/v1/completions", headers=headers, json={"prompt": "a", "user": "mallory"}
+        )
+        assert response.status_code == 200
+        assert (await s.http.get("/health")).status_code == 200
+
+    scenario(work, tokenizer, keys={digest("secret"): "alice"})
+    assert seen == ["alice"]
+
+
+def test_health_fails_while_work_waits_and_no_step_ends(tokenizer: Tokenizer) -> None:
+    async def work(s: Site) -> None:
+        assert (await s.http.get("/health")).json()["status"] == "ok"
+        request = asyncio.ensure_future(s.post("/v1/completions", prompt=[1], max_tokens=2))
+        await asyncio.sleep(0.05)
+        connection = s.client._connections[0]
+        assert connection.engine is not None
+        connection.status = await connection.engine.renew("replica")
+        unhealthy = await s.http.get("/health")
+        assert unhealthy.status_code == 503
+        assert unhealthy.json()["engines"]["engine-0"]["state"] == "stalled"
+        assert (await request).status_code == 200
+        assert (await s.http.get("/health")).status_code == 200
+        s.directory.restarting = False
+        s.directory.engines[0].kill()
+        await asyncio.sleep(0.05)
+        down = await s.http.get("/health")
+        assert down.status_code == 503
+        assert down.json()["engines"]["engine-0"] == {"state": "down"}
+        assert (await s.post("/v1/completions", prompt=[1])).status_code == 503
+
+    scenario(work, tokenizer, seconds=0.3, stall_seconds=0.02)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("queued", [False, True])
+def test_a_client_that_hangs_up_frees_its_slot_within_two_steps(
+    tokenizer: Tokenizer, stream: bool, queued: bool
+) -> None:
+    async def work(s: Site) -> None:
+        steps = s.directory.engines[0].actor._steps
+        others: list[asyncio.Future[httpx.Response]] = []
+        if queued:
+            options = {"prompt": [[1]] * 4, "max_tokens": 40, "ignore_eos": True}
+            others = [asyncio.ensure_future(s.post("/v1/completions", **options))]
+        mine = len(others) * 4
+        body = json.dumps({"prompt": [9], "max_tokens": 100, "stream": stream, "ignore_eos": True}).encode()
+        hang_up = asyncio.Event()
+        messages = [{"type": "http.request", "body": body}]
+
+        async def receive() -> dict[str, Any]:
+            if messages:
+                return messages.pop()
+            await hang_up.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(_: dict[str, Any]) -> None:
+            pass
+
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "path": "/v1/completions",
+            "query_string": b"",
+            "headers": [],
+        }
+        call = asyncio.ensure_future(s.app(scope, receive, send))
+        async with asyncio.timeout(10):
+            while steps.status().running + steps.status().waiting <= mine:
+                await asyncio.sleep(0.005)
+            before = steps.status().steps
+            hang_up.set()
+            await call
+            while steps._accepted > mine:
+                await asyncio.sleep(0.001)
+            assert steps.status().steps - before <= 2
+        for other in others:
+            assert (await other).status_code == 200
+
+    scenario(work, tokenizer, seconds=0.03)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failing_step_is_an_error_and_the_next_request_is_not(tokenizer: Tokenizer, stream: bool) -> None:
+    async def work(s: Site) -> None:
+        # The toy model chokes on this token and on no other.
+        body: dict[str, Any] = {"prompt": [POISON], "max_tokens": 4, "stream": stream}
+        failed = await s.post("/v1/completions", **body)
+        if stream:
+            assert failed.status_code == 200
+            line = failed.text.strip().split("\n")[-1]
+            error = json.loads(line.removeprefix("data: "))["error"]
+        else:
+            assert failed.status_code == 500
+            error = failed.json()["error"]
+        assert error["code"] == "engine_error"
+        assert "choked" in error["message"]
+        assert (await s.post("/v1/completions", prompt=[1], max_tokens=4)).status_code == 200
+
+    scenario(work, tokenizer)

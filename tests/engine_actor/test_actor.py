@@ -1,0 +1,236 @@
+"""The step thread and the actor around it: idle costs nothing, failures are loud, figures add up."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+import pytest
+
+from engine_actor import actor
+from engine_actor.actor import EngineActor, StepLoop
+from engine_actor.engine import Engine, StepRecord
+from engine_actor.messages import EngineInfo, EngineStatus, Frame
+from engine_actor.request import Output, Request
+from model.sampler import SamplingParams
+from policies.fcfs import Fcfs
+from tests.fakes import VOCAB, FakeModel, fake_kv
+
+INFO = EngineInfo("a toy", VOCAB, 64, 64, True, "fp_toy")
+
+
+class Recorder:
+    """An observer that remembers, and the sink of a bare StepLoop."""
+
+    def __init__(self) -> None:
+        self.submitted: list[str] = []
+        self.ended: list[str] = []
+        self.steps: list[int] = []
+        self.frames: list[tuple[dict[str, Frame], EngineStatus]] = []
+        self.errors: list[BaseException] = []
+        self.ready = threading.Event()
+        self.failed = threading.Event()
+
+    def on_submit(self, request: Request) -> None:
+        self.submitted.append(request.id)
+
+    def on_step(self, record: StepRecord, outputs: Sequence[Output]) -> None:
+        self.steps.append(record.number)
+
+    def on_end(self, request: Request) -> None:
+        self.ended.append(request.id)
+        raise RuntimeError("an observer's own trouble")
+
+    def deliver(self, frames: dict[str, Frame], status: EngineStatus) -> None:
+        self.frames.append((frames, status))
+
+    def fail(self, error: BaseException) -> None:
+        self.errors.append(error)
+        self.failed.set()
+
+    def outputs(self, replica: str) -> list[Output]:
+        return [
+            output for frames, _ in self.frames if replica in frames for output in frames[replica].outputs
+        ]
+
+
+def start(recorder: Recorder, model: FakeModel, max_waiting: int = 10) -> StepLoop:
+    def build() -> tuple[Engine, EngineInfo]:
+        return Engine(model, fake_kv(num_slots=2), Fcfs()), INFO
+
+    loop = StepLoop(
+        build,
+        max_waiting=max_waiting,
+        ready=lambda info: recorder.ready.set(),
+        deliver=recorder.deliver,
+        fail=recorder.fail,
+        observers=[recorder],
+    )
+    loop.start()
+    assert recorder.ready.wait(5)
+    return loop
+
+
+def request(name: str, max_tokens: int = 5) -> Request:
+    return Request(name, [1, 2, 3], SamplingParams(max_tokens=max_tokens, temperature=0))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_each_step_is_one_delivery_with_every_replicas_share() -> None:
+    recorder = Recorder()
+    loop = start(recorder, FakeModel())
+    loop.submit("left", [request("a"), request("b")])
+    loop.submit("right", [request("c", 3)])
+    until(lambda: sorted(recorder.ended) == ["a", "b", "c"])
+    assert sorted(recorder.submitted) == ["a", "b", "c"]
+    assert {o.request_id for o in recorder.outputs("left")} == {"a", "b"}
+    assert [o.index for o in recorder.outputs("right")] == [0, 1, 2]
+    with_tokens = [frames for frames, _ in recorder.frames if frames]
+    assert len(with_tokens) == len(recorder.steps)
+    last = recorder.frames[-1][1]
+    assert (last.waiting, last.running, last.free_kv) == (0, 0, 128)
+    loop.stop()
+    loop.join(5)
+    assert not recorder.errors
+
+
+def test_an_idle_loop_burns_no_cpu_and_wakes_at_once() -> None:
+    recorder = Recorder()
+    loop = start(recorder, FakeModel())
+    loop.submit("replica", [request("a", 1)])
+    until(lambda: recorder.ended == ["a"])
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.1
+    assert loop.status().stalled == 0
+    loop.submit("replica", [request("b", 1)])
+    until(lambda: recorder.ended == ["a", "b"])
+    loop.stop()
+
+
+def test_a_request_that_can_never_run_is_answered_and_forgotten() -> None:
+    recorder = Recorder()
+    loop = start(recorder, FakeModel())
+    loop.submit("replica", [request("huge", 1000)])
+    until(lambda: recorder.ended == ["huge"])
+    (refusal,) = recorder.outputs("replica")
+    assert refusal.finish_reason == "error"
+    assert "64 tokens" in (refusal.error or "")
+    assert loop._accepted == 0
+    loop.stop()
+
+
+def test_replicas_that_leave_take_their_requests_and_only_theirs_along() -> None:
+    class Slow(FakeModel):
+        def forward(self, *args: object) -> object:  # type: ignore[override]
+            time.sleep(0.01)
+            return super().forward(*args)  # type: ignore[arg-type]
+
+    recorder = Recorder()
+    loop = start(recorder, Slow())
+    loop.submit("gone", [request("a", 60)])
+    loop.submit("stays", [request("b", 20)])
+    until(lambda: loop.status().running == 2)
+    loop.release("gone")
+    loop.submit("gone", [request("back again", 2)])
+    until(lambda: len(recorder.ended) == 3)
+    assert recorder.ended[0] == "a"
+    assert [o.index for o in recorder.outputs("stays")] == list(range(20))
+    assert recorder.outputs("gone")[-1].request_id == "back again"
+    loop.stop()
+
+
+def test_steps_that_keep_failing_end_the_loop_with_their_error() -> None:
+    class Broken(FakeModel):
+        def forward(self, *args: object) -> object:  # type: ignore[override]
+            raise ValueError("the device is gone")
+
+    recorder = Recorder()
+    loop = start(recorder, Broken())
+    for i in range(actor.MAX_FAILED_STEPS):
+        assert not recorder.failed.is_set()
+        loop.submit("replica", [request(f"r{i}")])
+        until(lambda count=i + 1: len(recorder.ended) == count)  # type: ignore[misc]
+    assert recorder.failed.wait(5)
+    assert "3 steps in a row" in str(recorder.errors[0])
+    assert all("the device is gone" in (o.error or "") for o in recorder.outputs("replica"))
+
+
+def test_a_step_that_works_clears_the_count_of_failures() -> None:
+    class Moody(FakeModel):
+        calls = 0
+
+        def forward(self, *args: object) -> object:  # type: ignore[override]
+            self.calls += 1
+            if self.calls % 2:
+                raise ValueError("not now")
+            return super().forward(*args)  # type: ignore[arg-type]
+
+    recorder = Recorder()
+    loop = start(recorder, Moody())
+    for i in range(3 * actor.MAX_FAILED_STEPS):
+        loop.submit("replica", [request(f"r{i}", 1)])
+        until(lambda count=i + 1: len(recorder.ended) == count)  # type: ignore[misc]
+    assert not recorder.failed.is_set()
+    loop.stop()
+
+
+def actor_scenario(work: Callable[[EngineActor], Awaitable[None]]) -> None:
+    async def main() -> None:
+        engine = EngineActor(
+            "engine-0", lambda: (Engine(FakeModel(), fake_kv(num_slots=2), Fcfs()), INFO), 10
+        )
+        assert await engine.ready() == INFO
+        try:
+            await work(engine)
+        finally:
+            engine._steps.stop()
+            engine._steps.join(5)
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_a_replica_that_is_not_attached_may_not_submit() -> None:
+    async def work(engine: EngineActor) -> None:
+        with pytest.raises(LookupError, match="not attached"):
+            await engine.submit("stranger", [request("a")])
+
+    actor_scenario(work)
+
+
+def test_other_replicas_learn_how_busy_the_engine_is() -> None:
+    async def work(engine: EngineActor) -> None:
+        busy, idle = engine.frames("busy"), engine.frames("idle")
+        assert (await anext(busy)).status.free_kv == 128
+        await anext(idle)
+        await engine.submit("busy", [request("a")])
+        collected = [await anext(busy) for _ in range(5)]
+        assert [frame.outputs[0].index for frame in collected] == list(range(5))
+        frame = await anext(idle)
+        assert frame.outputs == ()
+        await engine.detach("busy")
+        assert [frame async for frame in busy] == []
+
+    actor_scenario(work)
+
+
+def test_the_reader_that_stops_reading_releases_what_it_submitted() -> None:
+    async def work(engine: EngineActor) -> None:
+        stream = engine.frames("replica")
+        await anext(stream)
+        await engine.submit("replica", [request("a", 60)])
+        await anext(stream)
+        await stream.aclose()
+        while engine._steps._accepted:
+            await asyncio.sleep(0.01)
+        assert engine._replicas == {}
+
+    actor_scenario(work)
