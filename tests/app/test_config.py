@@ -44,8 +44,7 @@ def test_every_setting_is_described_and_in_the_readme() -> None:
         assert field.description
         assert f"| `{name}` |" in table
     readme = (ROOT / "README.md").read_text()
-    if BEGIN in readme:
-        assert readme.split(BEGIN)[1].split(END)[0].strip() == table
+    assert readme.split(BEGIN)[1].split(END)[0].strip() == table, "run `python -m app.config` into README.md"
 
 
 def test_relative_paths_hold_wherever_the_workers_run(
