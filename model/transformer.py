@@ -132,7 +132,8 @@ class Transformer:
         limits = (
             ("token", batch.tokens, self.vocab_size),
             ("position", batch.positions, min(kv.max_len, self.config.context)),
-            ("slot", batch.slots, kv.num_slots),
+            # Scratch included: a caller's own padding rows go there.
+            ("slot", batch.slots, kv.scratch + 1),
             ("logit row", batch.logit_rows, len(batch)),
         )
         for name, values, limit in limits:

@@ -126,7 +126,7 @@ def test_rows_outside_the_tables_are_refused(saved: Path) -> None:
         (0, 0, 211, "tokens must lie in 0..210"),
         (0, 0, -1, "tokens must"),
         (0, 16, 1, "positions must lie in 0..15"),
-        (kv.scratch, 0, 1, "slots must lie in 0..1"),
+        (kv.scratch + 1, 0, 1, "slots must lie in 0..2"),
     ]:
         with pytest.raises(ValueError, match=message):
             forward(model, kv, (slot, first, np.array([token])))
