@@ -14,10 +14,16 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import yaml
+from pydantic import ValidationError
 from rich.console import Console
+
+from app.config import Settings
+from model.files import find_model
+from policies import load_policy
 
 READY_TIMEOUT = 300.0
 
@@ -32,8 +38,11 @@ def main() -> int:
     args = parser.parse_args()
     try:
         config = yaml.safe_load(args.config.read_text())
+        _check(config["applications"][0].get("args", {}))
     except OSError as error:
-        parser.error(f"cannot read {args.config}: {error.strerror}")
+        parser.error(f"cannot use {args.config}: {error}")
+    except (ValueError, KeyError, IndexError, TypeError, yaml.YAMLError) as error:
+        parser.error(f"{args.config} is not usable: {_reason(error)}")
     http = config.get("http_options", {})
     url = f"http://{http.get('host', '127.0.0.1')}:{http.get('port', 8000)}"
 
@@ -57,6 +66,20 @@ def main() -> int:
             return _stop(server)
 
 
+def _check(args: dict[str, Any]) -> None:
+    """Say what is wrong before Ray starts, in a sentence instead of a trace."""
+    settings = Settings.model_validate(args)
+    settings.api_keys()
+    load_policy(settings.policy, **settings.policy_settings)
+    find_model(settings.model)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        return "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+    return f"{type(error).__name__}: {error}" if isinstance(error, (KeyError, TypeError)) else str(error)
+
+
 def _haproxy(scratch: str) -> dict[str, str]:
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -73,7 +96,8 @@ def _wait(server: subprocess.Popen[bytes], url: str) -> bool:
     deadline = time.monotonic() + READY_TIMEOUT
     while time.monotonic() < deadline and server.poll() is None:
         try:
-            if httpx.get(f"{url}/health", timeout=2).is_success:
+            # Until the application is deployed the proxy lets the question wait.
+            if httpx.get(f"{url}/health", timeout=30).is_success:
                 return True
         except httpx.HTTPError:
             pass

@@ -130,9 +130,15 @@ class Settings(BaseModel):
             mode=self.mode,
             max_step_tokens=self.max_step_tokens,
             policy=self.policy,
-            policy_settings=self.policy_settings,
+            policy_settings=self._weighted() if self.policy == "fair" else self.policy_settings,
             max_waiting=self.max_waiting,
         )
+
+    def _weighted(self) -> dict[str, Any]:
+        """The fair policy's settings, with the weights that came with the keys."""
+        by_key = {who.tenant: who.weight for who in self.api_keys().values()}
+        weights = by_key | self.policy_settings.get("tenant_weights", {})
+        return {**self.policy_settings, "tenant_weights": weights}
 
 
 def settings_table() -> str:
