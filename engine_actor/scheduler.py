@@ -17,7 +17,7 @@ from policies.base import Policy
 Mode = Literal["separate", "batched", "chunked"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Work:
     """The next `count` tokens of a request, to be computed in one forward."""
 
@@ -82,8 +82,9 @@ class Scheduler:
         plan = Plan()
         demand = self._shrink(plan, now)
         self._admit(plan, demand, now)
-        plan.decode = [Work(r, 1) for r in self.running if r.phase is Phase.DECODE]
-        prefilling = [r for r in self.running if r.phase is Phase.PREFILL]
+        decoding = Phase.DECODE
+        plan.decode = [Work(r, 1) for r in self.running if r.phase is decoding]
+        prefilling = [r for r in self.running if r.phase is not decoding]
         if prefilling:
             prefilling = cast(list[Request], self.policy.order(prefilling, now))
         if self.mode == "chunked":
@@ -133,7 +134,7 @@ class Scheduler:
         The policy's first is never reached, since one request always fits: someone always finishes,
         so any pool drains.
         """
-        demand = sum(len(r.tokens) for r in self.running)
+        demand = sum([len(r.tokens) for r in self.running])
         if demand > self.kv_budget:
             order = cast(list[Request], self.policy.order(self.running, now))
             while demand > self.kv_budget:
