@@ -131,6 +131,7 @@ def _draw(report: Report, figures: dict[str, dict[str, dict[str, float]]]) -> No
         axes.axhline(BAR_US, color="#6B7480", linestyle="--", linewidth=1.2)
         axes.annotate("bar at 256 running, 10,000 waiting", (-0.4, BAR_US), va="bottom", fontsize=10)
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:,.0f}")
         axes.set_xticks(places, [f"{running}\n{waiting:,}" for running, waiting in SIZES])
         axes.set_xlabel("requests running (above) and waiting (below)")
         axes.set_ylabel("one plan, microseconds (p50, line to p95)")
