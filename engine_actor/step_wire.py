@@ -7,7 +7,7 @@ make every full garbage collection stall the step thread.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from operator import attrgetter
 from typing import Any
@@ -40,3 +40,14 @@ def decode_step(line: bytes | Mapping[str, Any]) -> StepRecord:
         intervals=[Interval(*values) for values in data["intervals"]],
         spans=[Span(*values) for values in data["spans"]],
     )
+
+
+def page_message(
+    engine: str,
+    steps: Sequence[bytes],
+    now: float | None = None,
+    queue: Mapping[str, int] | None = None,
+) -> bytes:
+    """Encoded steps as one line for live pages, without decoding them; `queue`: who waits, by tenant."""
+    head = json.dumps({"engine": engine, "now": now, "queue": queue or {}}).encode()
+    return head[:-1] + b',"steps":[' + b",".join(steps) + b"]}\n"

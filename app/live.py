@@ -1,0 +1,124 @@
+"""Steps on their way to live pages: engines are asked only while somebody looks, once per replica."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, Protocol
+
+from prometheus_client.metrics_core import Metric
+
+from engine_actor.step_wire import page_message
+
+REFRESH_SECONDS = 0.1
+RETRY_SECONDS = 1.0
+BACKLOG_SECONDS = 60.0
+"""Steps a page gets when it opens."""
+HEARTBEAT_SECONDS = 1.0
+"""Silence a page gets at most, so that its clock runs on while the engine is idle."""
+LAG = 100
+"""Messages a page may lag behind before it is dropped; it connects again and starts afresh."""
+
+
+class EngineView(Protocol):
+    """One engine as those see it who only look. Raises ConnectionError once it is gone."""
+
+    async def news(self, since: int) -> tuple[int, bytes]:
+        """The newest step's number, and a message for pages: the steps after `since`.
+
+        The last ones of them, where there are very many; -1 asks for the last ones in any case.
+        """
+        ...
+
+    async def history(self, seconds: float) -> list[bytes]:
+        """The steps of the last `seconds`, encoded by `engine_actor.step_wire`."""
+        ...
+
+    async def figures(self) -> list[Metric]:
+        """Its Prometheus families."""
+        ...
+
+
+class TooManyWatchersError(RuntimeError):
+    """The limit on open pages is reached."""
+
+
+class Watcher:
+    """One open page."""
+
+    def __init__(self) -> None:
+        self.lines: asyncio.Queue[bytes | None] = asyncio.Queue(LAG)
+
+
+class LiveFeed:
+    """What all pages open on this replica read. Used on one event loop."""
+
+    def __init__(
+        self,
+        views: Callable[[], Mapping[str, EngineView]],
+        hello: Callable[[], Mapping[str, Any]],
+        max_watchers: int,
+    ) -> None:
+        self._views = views
+        self._hello = hello
+        self._max_watchers = max_watchers
+        self._watchers: set[Watcher] = set()
+        self._pumps: dict[str, asyncio.Task[None]] = {}
+
+    def enter(self) -> Watcher:
+        """Let one more page in. Raises TooManyWatchersError."""
+        if len(self._watchers) >= self._max_watchers:
+            raise TooManyWatchersError(
+                f"{self._max_watchers} live pages are open here already; close one and try again"
+            )
+        watcher = Watcher()
+        self._watchers.add(watcher)
+        for name in self._views():
+            if name not in self._pumps:
+                self._pumps[name] = asyncio.create_task(self._pump(name))
+        return watcher
+
+    def leave(self, watcher: Watcher) -> None:
+        """A page has gone; with the last one the engines are left alone."""
+        self._watchers.discard(watcher)
+        if not self._watchers:
+            for pump in self._pumps.values():
+                pump.cancel()
+            self._pumps.clear()
+
+    async def read(self, watcher: Watcher) -> AsyncIterator[bytes]:
+        """Lines of JSON for a page: what runs here, what it has done lately, then what it does."""
+        yield json.dumps(self._hello()).encode() + b"\n"
+        for name, view in self._views().items():
+            with contextlib.suppress(ConnectionError):
+                yield page_message(name, await view.history(BACKLOG_SECONDS))
+        while (line := await watcher.lines.get()) is not None:
+            yield line
+
+    async def _pump(self, name: str) -> None:
+        since, told = -1, 0.0
+        while True:
+            try:
+                if (view := self._views().get(name)) is None:
+                    raise ConnectionError(f"{name} is down")
+                last, line = await view.news(since)
+                if last != since or time.monotonic() - told >= HEARTBEAT_SECONDS:
+                    told = time.monotonic()
+                    for watcher in list(self._watchers):
+                        self._tell(watcher, line)
+                since = last
+                await asyncio.sleep(REFRESH_SECONDS)
+            except ConnectionError:
+                since = -1
+                await asyncio.sleep(RETRY_SECONDS)
+
+    def _tell(self, watcher: Watcher, line: bytes) -> None:
+        try:
+            watcher.lines.put_nowait(line)
+        except asyncio.QueueFull:
+            self.leave(watcher)
+            watcher.lines.get_nowait()
+            watcher.lines.put_nowait(None)
