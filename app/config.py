@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
 
-from engine_actor.messages import EngineConfig
+from engine_actor.messages import EngineConfig, TelemetryConfig
 
 API_KEYS_VARIABLE = "SLOTSERVE_API_KEYS"
 
@@ -88,6 +89,14 @@ class Settings(BaseModel):
     stall_seconds: float = Field(
         60, gt=0, description="`/health` turns 503 if work waits and no step has ended for so long."
     )
+    tracing: bool = Field(
+        True,
+        description="Record spans: to `OTEL_EXPORTER_OTLP_ENDPOINT` if set, else to files under `run_dir`.",
+    )
+    trace_all_steps: bool = Field(
+        False, description="Link a request's spans to every step it rode in, not only to the telling ones."
+    )
+    trace_prompts: bool = Field(False, description="Put prompts into traces. Off: no text ever is.")
     run_dir: str = Field("run", description="Where traces and cached tokenizers are written.")
 
     @field_validator("model", "api_keys_file", "run_dir")
@@ -139,6 +148,22 @@ class Settings(BaseModel):
         by_key = {who.tenant: who.weight for who in self.api_keys().values()}
         weights = by_key | self.policy_settings.get("tenant_weights", {})
         return {**self.policy_settings, "tenant_weights": weights}
+
+    def telemetry_config(self, model_name: str) -> TelemetryConfig:
+        """What engines and replicas tell about themselves, and where."""
+        return TelemetryConfig(
+            run_dir=self.run_dir,
+            version=_version(),
+            tracing=self.tracing,
+            trace_all_steps=self.trace_all_steps,
+            labels={"model": model_name, "mode": self.mode, "policy": self.policy},
+        )
+
+
+def _version() -> str:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    version: str = project["project"]["version"]
+    return version
 
 
 def settings_table() -> str:

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Seque
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
+from prometheus_client.metrics_core import Metric
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
@@ -89,6 +90,21 @@ class RayEngine:
     async def detach(self, replica: str) -> None:
         """See EngineActor.detach."""
         await self._call(self._actor.detach.remote(replica))
+
+    async def news(self, since: int) -> tuple[int, bytes]:
+        """See EngineActor.news."""
+        news: tuple[int, bytes] = await self._call(self._actor.news.remote(since))
+        return news
+
+    async def history(self, seconds: float) -> list[bytes]:
+        """See EngineActor.history."""
+        steps: list[bytes] = await self._call(self._actor.history.remote(seconds))
+        return steps
+
+    async def figures(self) -> list[Metric]:
+        """See EngineActor.figures."""
+        families: list[Metric] = await self._call(self._actor.figures.remote())
+        return families
 
     async def _call(self, reference: Awaitable[T]) -> T:
         try:
@@ -210,6 +226,10 @@ class EngineClient:
             connection.name or f"engine-{connection.index}": connection.status if connection.engine else None
             for connection in self._connections
         }
+
+    def engines(self) -> dict[str, tuple[Engine, EngineInfo]]:
+        """The engines that are attached, by name."""
+        return {c.name: (c.engine, c.info) for c in self._connections if c.engine and c.info}
 
     async def generate(self, requests: Sequence[Request]) -> Generation:
         """Place requests, all or none. Raises QueueFullError or NoEngineError."""

@@ -20,6 +20,8 @@ from starlette.types import Receive, Scope, Send
 
 from app.config import Settings
 from app.engine_client import EngineClient, Generation, NoEngineError, QueueFullError, RayEngine
+from app.live import EngineView
+from app.observe import Observatory
 from app.openai_api import (
     DONE,
     ApiError,
@@ -49,8 +51,10 @@ from app.responses import (
 )
 from app.tenants import Tenants, digest
 from app.text import TemplateError, Tokenizer
+from app.tracing import RequestTrace, TracingMiddleware, open_tracer, trace_of
 from engine_actor import request as engine_request
 from engine_actor.messages import EngineInfo
+from engine_actor.span_export import SpanSink, open_sink
 from engine_actor.supervisor import Supervisor
 from model.files import find_model
 
@@ -60,7 +64,6 @@ OWNER = "slotserve"
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions."""
 RETRY_AFTER_SECONDS = 1
-TRACE_HEADERS = ("traceparent", "tracestate")
 
 
 class Job:
@@ -75,8 +78,10 @@ class Job:
         envelope: Envelope,
         tokenizer: Tokenizer,
         prompts: Sequence[list[int]],
+        trace: RequestTrace,
     ) -> None:
         self.body = body
+        self.trace = trace
         self.envelope = envelope
         self.tokenizer = tokenizer
         self.prompts = prompts
@@ -103,7 +108,10 @@ class Job:
         async for sequence, output in generation:
             if output.finish_reason in ("error", "abort"):
                 raise ApiError(500, output.error or "the engine dropped this request", code="engine_error")
+            started = time.perf_counter()
             piece = self.choices[sequence].push(output)
+            seconds = time.perf_counter() - started
+            self.trace.detokenized(sequence, output, piece.finish_reason, seconds)
             if self.silent:
                 piece = Piece("", [], output.finish_reason)
             elif output.sampled is not None:
@@ -242,11 +250,13 @@ class Service:
         arrival, tenant = time.time(), self.tenants.of(http.headers)
         body = parse(ChatRequest, await self._read(http))
         self._check(body)
-        prompt = await self._encode_chat(body.messages)
+        trace = trace_of(http)
+        with trace.span("tokenize"):
+            prompt = await self._encode_chat(body.messages)
         asked = body.max_completion_tokens or body.max_tokens
         param = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
         max_tokens = self._fit("messages", len(prompt), asked, self.info.max_len, param)
-        job = Job(body, self._envelope("chat"), self.tokenizer, [prompt])
+        job = Job(body, self._envelope("chat"), self.tokenizer, [prompt], trace)
         wanted = (body.wanted_logprobs, body.prompt_logprobs)
         return await self._run(http, job, [max_tokens], wanted, arrival, tenant)
 
@@ -260,14 +270,16 @@ class Service:
                 f"Invalid 'prompt': {len(body.prompts)} prompts; {self.settings.max_prompts} is the limit",
                 "prompt",
             )
-        prompts = [await self._encode(prompt) for prompt in body.prompts]
+        trace = trace_of(http)
+        with trace.span("tokenize"):
+            prompts = [await self._encode(prompt) for prompt in body.prompts]
         # An echo without output still takes one token, which is not shown.
         asked = None if body.max_tokens is None else max(1, body.max_tokens)
         max_tokens = [self._fit("prompt", len(prompt), asked, COMPLETION_MAX_TOKENS) for prompt in prompts]
         scores = body.prompt_logprobs
         if body.echo and body.logprobs is not None:
             scores = max(body.logprobs, scores or 0)
-        job = Job(body, self._envelope("completion"), self.tokenizer, prompts)
+        job = Job(body, self._envelope("completion"), self.tokenizer, prompts, trace)
         return await self._run(http, job, max_tokens, (body.logprobs, scores), arrival, tenant)
 
     async def models(self, http: Request) -> Response:
@@ -305,6 +317,19 @@ class Service:
         check_vocabulary(body.tokens, self.info.vocab_size, "tokens")
         return JSONResponse({"prompt": await asyncio.to_thread(self.tokenizer.decode, body.tokens)})
 
+    def views(self) -> dict[str, EngineView]:
+        """The engines as the live page, the trace and the metrics see them."""
+        found = self.client.engines()
+        return {name: engine for name, (engine, _) in found.items() if isinstance(engine, RayEngine)}
+
+    def hello(self) -> dict[str, Any]:
+        """What the live page is told first."""
+        engines = [
+            {"engine": name, "mode": info.mode, "policy": info.policy, "slots": info.slots}
+            for name, (_, info) in self.client.engines().items()
+        ]
+        return {"model": self.model_name, "engines": engines}
+
     async def health(self) -> Response:
         """GET /health: 200 while an engine is up and none that has work has stopped stepping."""
         engines = self.client.statuses()
@@ -336,6 +361,18 @@ class Service:
     ) -> Response:
         body = job.body
         seed = random_seed() if body.seed is None else body.seed
+        job.trace.describe(
+            self.model_name,
+            body,
+            response_id=job.envelope.id,
+            tenant=tenant,
+            prompt_tokens=job.usage.prompt_tokens,
+            max_tokens=max(max_tokens),
+            seed=seed,
+        )
+        if self.settings.trace_prompts:
+            job.trace.reveal([self.tokenizer.decode(prompt) for prompt in job.prompts])
+        carrier = job.trace.carrier
         requests = [
             engine_request.Request(
                 id=job.envelope.id if len(job.choices) == 1 else f"{job.envelope.id}-{sequence}",
@@ -351,7 +388,7 @@ class Service:
                 tenant=tenant,
                 priority=body.priority,
                 arrival=arrival,
-                trace_context={name: http.headers[name] for name in TRACE_HEADERS if name in http.headers},
+                trace_context=carrier,
             )
             for sequence in range(len(job.choices))
         ]
@@ -484,10 +521,15 @@ async def _unless_disconnected(http: Request, work: Awaitable[dict[str, Any]]) -
         watching.cancel()
 
 
-def create_app(service: Service, lifespan: Callable[[FastAPI], Any] | None = None) -> FastAPI:
+def create_app(
+    service: Service,
+    lifespan: Callable[[FastAPI], Any] | None = None,
+    sink: SpanSink | None = None,
+) -> FastAPI:
     """The HTTP application around a service."""
     # No /docs page: it would load its scripts from another host.
     app = FastAPI(title="slotserve", docs_url=None, redoc_url=None, lifespan=lifespan)
+    app.add_middleware(TracingMiddleware, tracer=open_tracer(sink))
     routes: list[tuple[str, str, Callable[..., Awaitable[Response]]]] = [
         ("POST", "/v1/chat/completions", service.chat_completions),
         ("POST", "/v1/completions", service.completions),
@@ -499,6 +541,7 @@ def create_app(service: Service, lifespan: Callable[[FastAPI], Any] | None = Non
     ]
     for method, path, endpoint in routes:
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
+    Observatory(service.views, service.hello, service.tenants.of).install(app)
 
     @app.exception_handler(ApiError)
     async def on_api_error(_: Request, error: ApiError) -> Response:
@@ -533,13 +576,12 @@ class Ingress:
     """One HTTP replica."""
 
     def __init__(self, settings: Settings, keys: dict[str, str], supervisor: DeploymentHandle) -> None:
-        client = EngineClient(
-            serve.get_replica_context().replica_id.unique_id,
-            settings.num_engines,
-            SupervisorDirectory(supervisor),
-        )
+        replica = serve.get_replica_context().replica_id.unique_id
+        client = EngineClient(replica, settings.num_engines, SupervisorDirectory(supervisor))
         tokenizer = Tokenizer.load(find_model(settings.model), Path(settings.run_dir))
         service = Service(settings, tokenizer, client, Tenants(keys, settings.max_tenants))
+
+        sink = open_sink(f"replica-{replica}", settings.telemetry_config(service.model_name))
 
         @asynccontextmanager
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -547,8 +589,10 @@ class Ingress:
             log.info("serving %s: %s", service.model_name, client.info.summary)
             yield
             await client.stop()
+            if sink is not None:
+                await asyncio.to_thread(sink.shutdown)
 
-        self._app = create_app(service, lifespan)
+        self._app = create_app(service, lifespan, sink)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._app
@@ -556,7 +600,7 @@ class Ingress:
 
 def build(settings: Settings) -> serve.Application:
     """The Serve application. Raises if a setting, the model or the keys are not usable."""
-    find_model(settings.model)
+    model_name = settings.model_name or find_model(settings.model).name
     keys = settings.api_keys()
     # The engine's own queue is the only one: Serve must not hold requests back.
     unlimited = 1_000_000
@@ -565,7 +609,7 @@ def build(settings: Settings) -> serve.Application:
         name="Supervisor",
         max_ongoing_requests=unlimited,
         ray_actor_options={"num_cpus": 0},
-    ).bind(settings.num_engines, settings.engine_config())
+    ).bind(settings.num_engines, settings.engine_config(), settings.telemetry_config(model_name))
     ingress = serve.deployment(
         serve.ingress()(Ingress),
         name="Ingress",

@@ -16,9 +16,12 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from prometheus_client.metrics_core import Metric
+
 from engine_actor.engine import Engine, RequestRefusedError, StepRecord
 from engine_actor.messages import EngineInfo, EngineStatus, Frame
 from engine_actor.request import Output, Request
+from engine_actor.telemetry import Telemetry
 
 log = logging.getLogger(__name__)
 
@@ -244,20 +247,21 @@ class EngineActor:
         name: str,
         build: Build,
         max_waiting: int,
-        observers: Callable[[], Sequence[Observer]] = tuple,
+        telemetry: Callable[[], Telemetry],
     ) -> None:
         logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
         self._name = name
         self._loop: asyncio.AbstractEventLoop | None = None
         self._info: asyncio.Future[EngineInfo] | None = None
         self._replicas: dict[str, _Replica] = {}
+        self._telemetry = telemetry()
         self._steps = StepLoop(
             build,
             max_waiting=max_waiting,
             ready=self._on_ready,
             deliver=self._on_frames,
             fail=self._on_failure,
-            observers=observers(),
+            observers=[self._telemetry],
         )
 
     def __repr__(self) -> str:
@@ -316,6 +320,18 @@ class EngineActor:
     async def detach(self, replica: str) -> None:
         """End a replica's frames and drop its requests."""
         self._detach(replica)
+
+    async def news(self, since: int) -> tuple[int, bytes]:
+        """See Telemetry.news."""
+        return self._telemetry.news(since)
+
+    async def history(self, seconds: float) -> list[bytes]:
+        """The steps of the last `seconds`, each encoded by step_wire."""
+        return self._telemetry.steps_of_last(seconds)
+
+    async def figures(self) -> list[Metric]:
+        """The engine's Prometheus families."""
+        return await asyncio.to_thread(self._telemetry.figures)
 
     def _detach(self, replica: str) -> None:
         if (attached := self._replicas.pop(replica, None)) is not None:

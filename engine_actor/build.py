@@ -81,4 +81,7 @@ def _describe(config: EngineConfig, engine: Engine, model: Transformer, threads:
         largest_request=engine.scheduler.largest_request,
         exact=model.exact,
         fingerprint="fp_" + hashlib.blake2b(outputs_depend_on.encode(), digest_size=5).hexdigest(),
+        slots=kv.num_slots,
+        mode=config.mode,
+        policy=engine.scheduler.policy.name,
     )

@@ -70,8 +70,8 @@ class _EngineTrace:
             start = max(end, round((record.started - self._origin) * 1e9))
             end = start + _ns(record.seconds)
             self._step(record, start, end)
-            for request_id in record.preempted:
-                self._preempt(request_id, start)
+            for request_id, reason in record.preempted.items():
+                self._preempt(request_id, reason, start)
             forwards = [i for i in record.intervals if i.phase in ("prefill", "decode")]
             for span in record.spans:
                 self._serve(span, record.number, start, forwards[span.forward], end)
@@ -151,11 +151,12 @@ class _EngineTrace:
             name = f"chunk {span.start}..{span.start + span.tokens}"
             self._slice(FIRST_SLOT_TRACK + slot, 2, name, begin, stop, args)
 
-    def _preempt(self, request_id: str, at: int) -> None:
+    def _preempt(self, request_id: str, reason: str, at: int) -> None:
         if request_id in self._holders:
             slot, bar, _ = self._holders[request_id]
             self._close(request_id, bar.end)
-            self._instant(FIRST_SLOT_TRACK + slot, "preempted", at, "t", {"request": request_id})
+            args = {"request": request_id, "reason": reason}
+            self._instant(FIRST_SLOT_TRACK + slot, "preempted", at, "t", args)
 
     def _close(self, request_id: str, end: int) -> None:
         if (held := self._holders.pop(request_id, None)) is not None:

@@ -27,6 +27,18 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TelemetryConfig:
+    """What an engine tells about its steps, and where."""
+
+    run_dir: str = "run"
+    version: str = ""
+    tracing: bool = True
+    trace_all_steps: bool = False
+    labels: dict[str, str] = field(default_factory=dict)
+    """What the metric `slotserve_engine_info` says."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What an engine turned out to be, told once."""
 
@@ -39,6 +51,9 @@ class EngineInfo:
     exact: bool
     fingerprint: str
     """What outputs depend on, besides prompt, parameters and seed."""
+    slots: int
+    mode: str
+    policy: str
 
 
 @dataclass(frozen=True, slots=True)

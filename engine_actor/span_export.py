@@ -23,6 +23,8 @@ from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, TraceFlags
 
+from engine_actor.messages import TelemetryConfig
+
 log = logging.getLogger(__name__)
 
 SCOPE = InstrumentationScope("slotserve")
@@ -58,6 +60,14 @@ def open_exporter(run_dir: Path, instance: str) -> tuple[SpanExporter, str]:
         return OTLPSpanExporter(timeout=EXPORT_TIMEOUT), f"OTLP/HTTP to {traces or base}"
     directory = run_dir / "traces"
     return JsonLinesExporter(directory, instance), f"OTLP JSON lines in {directory}"
+
+
+def open_sink(instance: str, config: TelemetryConfig) -> SpanSink | None:
+    """The sink of one process; None where tracing is off."""
+    if not config.tracing:
+        return None
+    exporter, destination = open_exporter(Path(config.run_dir), instance)
+    return SpanSink(exporter, destination, service_resource(instance, config.version))
 
 
 class SpanSink(SpanProcessor):

@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import ray
@@ -21,9 +20,10 @@ from ray import serve
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
-from engine_actor.actor import EngineActor, Observer
+from engine_actor.actor import EngineActor
 from engine_actor.build import build_engine
-from engine_actor.messages import EngineConfig, EngineInfo
+from engine_actor.messages import EngineConfig, EngineInfo, TelemetryConfig
+from engine_actor.telemetry import open_telemetry
 
 log = logging.getLogger("ray.serve")
 
@@ -52,11 +52,11 @@ class Supervisor:
         self,
         num_engines: int,
         config: EngineConfig,
-        observers: Callable[[], Sequence[Observer]] = tuple,
+        telemetry: TelemetryConfig,
     ) -> None:
         self._application = serve.get_replica_context().app_name
         self._config = config
-        self._observers = observers
+        self._telemetry = telemetry
         self._num_engines = num_engines
         self._alive: list[Incarnation | None] = [None] * num_engines
         self._failure: EngineFailedError | None = None
@@ -112,9 +112,10 @@ class Supervisor:
         threads = self._config.threads or self._fair_share()
         config = dataclasses.replace(self._config, threads=threads)
         name = f"{self._application}-engine-{index}"
+        telemetry = functools.partial(open_telemetry, f"engine-{index}", self._telemetry)
         actor_class = ray.remote(EngineActor).options(name=name, num_cpus=0, num_gpus=int(gpu))
         return actor_class.remote(
-            name, functools.partial(build_engine, config), config.max_waiting, self._observers
+            name, functools.partial(build_engine, config), config.max_waiting, telemetry
         )
 
     def _fair_share(self) -> int:

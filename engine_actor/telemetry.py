@@ -14,12 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import ray.util.metrics
 from opentelemetry.trace import SpanContext
+from prometheus_client.metrics_core import Metric
 
 from engine_actor.engine import Span, StepRecord
+from engine_actor.messages import TelemetryConfig
 from engine_actor.metrics import EngineMetrics
 from engine_actor.request import Output, Request
-from engine_actor.span_export import SpanSink
+from engine_actor.span_export import SpanSink, open_sink
 from engine_actor.spans import (
     MAX_CHUNK_EVENTS,
     MAX_STAGES,
@@ -29,7 +32,7 @@ from engine_actor.spans import (
     request_spans,
     step_spans,
 )
-from engine_actor.step_wire import encode_step
+from engine_actor.step_wire import encode_step, page_message
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +42,8 @@ HISTORY_STEPS = 36_000
 """Steps kept at most: ten minutes at 60 a second, some 60 MB with 16 slots."""
 BACKLOG = 4096
 """Steps that may wait to be looked at; more are not recorded, and counted."""
+NEWS_STEPS = 64
+"""Steps one message to live pages holds at most: they are asked for ten times a second."""
 BATCH_SECONDS = 0.05
 IDLE_SECONDS = 5.0
 """Pause between looks while nothing happens: gauges in Ray need to be refreshed now and then."""
@@ -104,7 +109,7 @@ class Telemetry:
         self._waiting: dict[str, int] = {}
         self._news: dict[str, list[Any]] = {"arrived": [], "ended": []}
         self._latest: StepRecord | None = None
-        self._gauged = 0.0
+        self._refreshed = 0.0
         self._spans_out = (0, 0)
         self._ring: deque[tuple[int, float, bytes]] = deque(maxlen=history_steps)
         self._ring_lock = threading.Lock()
@@ -156,6 +161,21 @@ class Telemetry:
         with self._ring_lock:
             return [line for _, started, line in self._ring if started >= since]
 
+    def news(self, since: int) -> tuple[int, bytes]:
+        """The newest step's number, and a message for live pages with the steps after `since`.
+
+        Of very many steps the newest NEWS_STEPS; of -1 in any case, as for a page that has just come.
+        """
+        steps = self.steps_since(since, NEWS_STEPS)
+        return self.last_step, page_message(self._engine, steps, time.time(), self.waiting())
+
+    def figures(self) -> list[Metric]:
+        """The metrics' families, with everything counted that has happened so far."""
+        with self._seen:
+            self._process()
+            self._refresh()
+            return self.metrics.families()
+
     def waiting(self) -> dict[str, int]:
         """Requests that wait, by tenant."""
         return {tenant: count for tenant, count in self._waiting.copy().items() if count}
@@ -193,11 +213,8 @@ class Telemetry:
                     self._stepped(record)
                 case _Ended(request):
                     self._ended(request)
-        now = time.monotonic()
-        if now - self._gauged >= 1.0:
-            self._gauged = now
-            self._count_spans()
-            self.metrics.gauge_all(self._latest, self._waiting)
+        if time.monotonic() - self._refreshed >= 1.0:
+            self._refresh()
 
     def _submitted(self, request: Request) -> None:
         queue = Stage("queue", request.arrival, request.arrival)
@@ -217,8 +234,8 @@ class Telemetry:
             spans = step_spans(record, self._engine, self._policy, self._sink.resource)
             context = spans[0].context
             self._sink.offer(spans)
-        for request_id in record.preempted:
-            self.metrics.preemptions.inc(reason="kv")
+        for request_id, reason in record.preempted.items():
+            self.metrics.preemptions.inc(reason=reason)
             if (life := self._lives.get(request_id)) is not None:
                 self._next_stage(life, "preempted", record.started)
                 life.waits = True
@@ -311,7 +328,9 @@ class Telemetry:
             while self._ring[0][1] < horizon:
                 self._ring.popleft()
 
-    def _count_spans(self) -> None:
+    def _refresh(self) -> None:
+        self._refreshed = time.monotonic()
+        self.metrics.gauge_all(self._latest, self._waiting)
         self.metrics.records_dropped.inc(self._dropped)
         self._dropped = 0
         if self._sink is not None:
@@ -319,3 +338,11 @@ class Telemetry:
             self.metrics.spans_exported.inc(exported - self._spans_out[0])
             self.metrics.spans_dropped.inc(dropped - self._spans_out[1])
             self._spans_out = (exported, dropped)
+
+
+def open_telemetry(name: str, config: TelemetryConfig) -> Telemetry:
+    """The telemetry of an engine that runs as a Ray actor, exporting as the environment says."""
+    metrics = EngineMetrics(name, {"version": config.version, **config.labels}, ray.util.metrics)
+    policy = config.labels.get("policy", "")
+    sink = open_sink(name, config)
+    return Telemetry(name, metrics, sink, policy=policy, link_all_steps=config.trace_all_steps)

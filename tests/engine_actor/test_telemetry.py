@@ -370,7 +370,7 @@ def test_a_backlog_is_bounded_and_counted() -> None:
             before = subject.telemetry._dropped
             subject.telemetry.on_step(record, outputs)
             assert (before, subject.telemetry._dropped) == (0, 1)
-        subject.telemetry._gauged = 0.0
+        subject.telemetry._refreshed = 0.0
         subject.telemetry.flush()
         assert subject.metric('slotserve_records_dropped_total{engine="0"}') == 1
         assert subject.metric('slotserve_steps_total{engine="0"}') == BACKLOG

@@ -1,0 +1,194 @@
+"""The HTTP side of a request's trace: its root span, and the work a replica does for it.
+
+The root span lasts from arrival to the last byte and continues the caller's trace. The engine's
+spans become its children: the context travels with the request. Names and attributes follow
+OpenTelemetry's GenAI conventions where there is one: https://opentelemetry.io/docs/specs/semconv/gen-ai/
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as gen_ai
+from opentelemetry.semconv.attributes.error_attributes import ERROR_TYPE
+from opentelemetry.semconv.attributes.http_attributes import (
+    HTTP_REQUEST_METHOD,
+    HTTP_RESPONSE_STATUS_CODE,
+    HTTP_ROUTE,
+)
+from opentelemetry.trace import NoOpTracer, Span, SpanKind, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.openai_api import ChatRequest, CompletionRequest
+from engine_actor.request import Output
+from engine_actor.span_export import SCOPE, SpanSink
+
+OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+"""Routes that are traced, and what they are called in GenAI terms."""
+PROVIDER = "slotserve"
+DISCONNECTED = "client_disconnected"
+_STATE = "slotserve.trace"
+
+_propagator = TraceContextTextMapPropagator()
+
+
+def open_tracer(sink: SpanSink | None) -> Tracer:
+    """A tracer into the sink; one that does nothing where there is none."""
+    if sink is None:
+        return NoOpTracer()
+    # Sampling follows the caller; OTEL_TRACES_SAMPLER decides about requests that bring no context.
+    provider = TracerProvider(resource=sink.resource, shutdown_on_exit=False)
+    provider.add_span_processor(sink)
+    return provider.get_tracer(SCOPE.name)
+
+
+class RequestTrace:
+    """The spans of one HTTP request, from its arrival on."""
+
+    def __init__(self, tracer: Tracer, route: str, headers: Mapping[str, str]) -> None:
+        self._tracer = tracer
+        self._operation = OPERATIONS[route]
+        self._root = tracer.start_span(
+            self._operation,
+            context=_propagator.extract(headers),
+            kind=SpanKind.SERVER,
+            attributes={
+                HTTP_REQUEST_METHOD: "POST",
+                HTTP_ROUTE: route,
+                gen_ai.GEN_AI_OPERATION_NAME: self._operation,
+                gen_ai.GEN_AI_PROVIDER_NAME: PROVIDER,
+            },
+        )
+        self._context = set_span_in_context(self._root)
+        self._arrived = time.perf_counter()
+        self._detokenize: Span | None = None
+        self._detokenize_seconds = 0.0
+        self._output_tokens = 0
+        self._reasons: dict[int, str] = {}
+        self._preemptions: dict[int, int] = {}
+
+    @property
+    def carrier(self) -> dict[str, str]:
+        """W3C headers under which the engine's spans belong."""
+        headers: dict[str, str] = {}
+        _propagator.inject(headers, context=self._context)
+        return headers
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[Span]:
+        """A child span around a piece of work."""
+        with self._tracer.start_as_current_span(name, context=self._context) as span:
+            yield span
+
+    def describe(
+        self,
+        model: str,
+        body: ChatRequest | CompletionRequest,
+        *,
+        response_id: str,
+        tenant: str,
+        prompt_tokens: int,
+        max_tokens: int,
+        seed: int,
+    ) -> None:
+        """Say what is asked for, once it is understood. The prompt's text is not among it."""
+        attributes: dict[str, Any] = {
+            gen_ai.GEN_AI_REQUEST_MODEL: model,
+            gen_ai.GEN_AI_REQUEST_STREAM: body.stream,
+            gen_ai.GEN_AI_REQUEST_MAX_TOKENS: max_tokens,
+            gen_ai.GEN_AI_REQUEST_SEED: seed,
+            gen_ai.GEN_AI_REQUEST_CHOICE_COUNT: body.n,
+            gen_ai.GEN_AI_RESPONSE_ID: response_id,
+            gen_ai.GEN_AI_RESPONSE_MODEL: model,
+            gen_ai.GEN_AI_USAGE_INPUT_TOKENS: prompt_tokens,
+            "slotserve.tenant": tenant,
+            "slotserve.priority": body.priority,
+        }
+        optional = {
+            gen_ai.GEN_AI_REQUEST_TEMPERATURE: body.temperature,
+            gen_ai.GEN_AI_REQUEST_TOP_P: body.top_p,
+            gen_ai.GEN_AI_REQUEST_TOP_K: body.top_k,
+        }
+        self._root.update_name(f"{self._operation} {model}")
+        self._root.set_attributes(attributes | {k: v for k, v in optional.items() if v is not None})
+
+    def reveal(self, prompts: Sequence[str]) -> None:
+        """Put the prompts' text into the trace: only for those who asked for it in the settings."""
+        messages = [{"role": "user", "parts": [{"type": "text", "content": prompt}]} for prompt in prompts]
+        self._root.set_attribute(gen_ai.GEN_AI_INPUT_MESSAGES, json.dumps(messages))
+
+    def detokenized(self, sequence: int, output: Output, finish_reason: str | None, seconds: float) -> None:
+        """An output has become text: the first opens the span `detokenize`, the last closes it."""
+        if self._detokenize is None:
+            waited = time.perf_counter() - self._arrived
+            self._root.set_attribute(gen_ai.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK, waited)
+            self._detokenize = self._tracer.start_span("detokenize", context=self._context)
+        self._detokenize_seconds += seconds
+        self._output_tokens += output.sampled is not None
+        self._preemptions[sequence] = output.num_preemptions
+        if finish_reason is not None:
+            self._reasons[sequence] = finish_reason
+
+    def end(self, status: int | None, *, complete: bool) -> None:
+        """The last byte is out, or nobody is there to take it."""
+        if self._detokenize is not None:
+            self._detokenize.set_attribute("slotserve.detokenize.tokens", self._output_tokens)
+            self._detokenize.set_attribute("slotserve.detokenize.busy_us", self._detokenize_seconds * 1e6)
+            self._detokenize.end()
+            reasons = [reason for _, reason in sorted(self._reasons.items())]
+            self._root.set_attribute(gen_ai.GEN_AI_RESPONSE_FINISH_REASONS, reasons)
+            self._root.set_attribute(gen_ai.GEN_AI_USAGE_OUTPUT_TOKENS, self._output_tokens)
+            self._root.set_attribute("slotserve.num_preemptions", sum(self._preemptions.values()))
+        if status is not None:
+            self._root.set_attribute(HTTP_RESPONSE_STATUS_CODE, status)
+        if not complete or status is None or status == 499:
+            self._root.set_attribute(ERROR_TYPE, DISCONNECTED)
+        elif status >= 400:
+            self._root.set_attribute(ERROR_TYPE, str(status))
+            if status >= 500:
+                self._root.set_status(StatusCode.ERROR)
+        self._root.end()
+
+
+class TracingMiddleware:
+    """Opens a RequestTrace when a request that generates arrives, and ends it after the last byte."""
+
+    def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
+        self._app = app
+        self._tracer = tracer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass everything on."""
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in OPERATIONS:
+            await self._app(scope, receive, send)
+            return
+        trace = RequestTrace(self._tracer, scope["path"], HTTPConnection(scope).headers)
+        scope[_STATE] = trace
+        status: int | None = None
+        complete = False
+
+        async def watch(message: Message) -> None:
+            nonlocal status, complete
+            await send(message)
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            elif message["type"] == "http.response.body":
+                complete = not message.get("more_body", False)
+
+        try:
+            await self._app(scope, receive, watch)
+        finally:
+            trace.end(status, complete=complete)
+
+
+def trace_of(connection: HTTPConnection) -> RequestTrace:
+    """The trace the middleware has opened for this request."""
+    trace: RequestTrace = connection.scope[_STATE]
+    return trace
