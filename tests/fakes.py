@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from engine_actor.metrics import EngineMetrics
+from engine_actor.telemetry import Telemetry
 from model.batch import Batch
 from model.slot_kv import SlotKV
 
@@ -12,6 +14,11 @@ VOCAB = 97
 
 def fake_kv(num_slots: int = 4, max_len: int = 64, *, poison: bool = True) -> SlotKV:
     return SlotKV(n_layer=1, num_slots=num_slots, n_kv_head=1, max_len=max_len, head_dim=1, poison=poison)
+
+
+def fake_telemetry() -> Telemetry:
+    """Watches, counts, and sends spans nowhere."""
+    return Telemetry("engine", EngineMetrics("engine", {}), None, policy="fcfs")
 
 
 class FakeModel:

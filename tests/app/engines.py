@@ -17,7 +17,7 @@ from engine_actor.request import Request
 from model.batch import Batch
 from model.slot_kv import SlotKV
 from policies.fcfs import Fcfs
-from tests.fakes import VOCAB, FakeModel, fake_kv
+from tests.fakes import VOCAB, FakeModel, fake_kv, fake_telemetry
 
 POISON = VOCAB - 1
 """A prompt that begins with this token makes the toy model fail."""
@@ -45,7 +45,9 @@ def build_toy(
     def build() -> tuple[Engine, EngineInfo]:
         kv = fake_kv(num_slots, max_len)
         engine = Engine(PacedModel(seconds), kv, Fcfs(), kv_budget=kv_budget)
-        return engine, EngineInfo("a toy", VOCAB, max_len, engine.scheduler.largest_request, True, "fp_toy")
+        largest = engine.scheduler.largest_request
+        info = EngineInfo("a toy", VOCAB, max_len, largest, True, "fp_toy", num_slots, "chunked", "fcfs")
+        return engine, info
 
     return build
 
@@ -54,7 +56,7 @@ class LocalEngine:
     """An EngineActor that can be killed. Messages are copied, as Ray would."""
 
     def __init__(self, build: Callable[[], tuple[Engine, EngineInfo]], max_waiting: int = 100) -> None:
-        self.actor = EngineActor("engine", build, max_waiting)
+        self.actor = EngineActor("engine", build, max_waiting, fake_telemetry)
         self.dead = asyncio.Event()
 
     def kill(self) -> None:

@@ -33,7 +33,7 @@ def server() -> Iterator[ObservedServer]:
         yield server
 
 
-def wait_until(done: Any, seconds: float = 20) -> None:  # noqa: ANN401 - a predicate
+def wait_until(done: Any, seconds: float = 20) -> None:
     deadline = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < deadline, "it did not happen in time"

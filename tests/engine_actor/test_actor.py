@@ -16,9 +16,9 @@ from engine_actor.messages import EngineInfo, EngineStatus, Frame
 from engine_actor.request import Output, Request
 from model.sampler import SamplingParams
 from policies.fcfs import Fcfs
-from tests.fakes import VOCAB, FakeModel, fake_kv
+from tests.fakes import VOCAB, FakeModel, fake_kv, fake_telemetry
 
-INFO = EngineInfo("a toy", VOCAB, 64, 64, True, "fp_toy")
+INFO = EngineInfo("a toy", VOCAB, 64, 64, True, "fp_toy", 2, "chunked", "fcfs")
 
 
 class Recorder:
@@ -186,7 +186,10 @@ def test_a_step_that_works_clears_the_count_of_failures() -> None:
 def actor_scenario(work: Callable[[EngineActor], Awaitable[None]]) -> None:
     async def main() -> None:
         engine = EngineActor(
-            "engine-0", lambda: (Engine(FakeModel(), fake_kv(num_slots=2), Fcfs()), INFO), 10
+            "engine-0",
+            lambda: (Engine(FakeModel(), fake_kv(num_slots=2), Fcfs()), INFO),
+            10,
+            fake_telemetry,
         )
         assert await engine.ready() == INFO
         try:
