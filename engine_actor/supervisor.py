@@ -59,7 +59,7 @@ class Supervisor:
         self._telemetry = telemetry
         self._num_engines = num_engines
         self._alive: list[Incarnation | None] = [None] * num_engines
-        self._failure: EngineFailedError | None = None
+        self._failure: str | None = None
         self._changed = asyncio.Condition()
         self._watches = [asyncio.ensure_future(self._watch(index)) for index in range(num_engines)]
 
@@ -71,7 +71,7 @@ class Supervisor:
         async with self._changed:
             while True:
                 if self._failure is not None:
-                    raise self._failure
+                    raise EngineFailedError(self._failure)
                 alive = self._alive[index]
                 if alive is not None:
                     return alive
@@ -130,5 +130,5 @@ class Supervisor:
 
     async def _fail(self, index: int, error: RayTaskError) -> None:
         async with self._changed:
-            self._failure = EngineFailedError(f"engine {index} could not be built: {error.cause}")
+            self._failure = f"engine {index} could not be built: {error.cause}"
             self._changed.notify_all()

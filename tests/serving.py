@@ -85,7 +85,6 @@ def served(
     env = {
         **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
         "RAY_TMPDIR": str(directory),
-        "RAY_INCLUDE_DASHBOARD": "0",
         "PYTHONUNBUFFERED": "1",
         **(environment or {}),
     }

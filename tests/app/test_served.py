@@ -1,27 +1,34 @@
-"""The whole of it: `serve run`, the packaged model, and the official client."""
+"""The whole of it: `serve run` with two replicas and two engines, the packaged model, the official client."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
-from tests.serving import Server, served
+from tests.serving import Server, served, stop
 
+MODEL = "SmolLM2-135M-Instruct.Q4_1"
 PROMPTS = [
-    f"Write one sentence about the number {n} and a {a}."
-    for n in range(8)
-    for a in ("cat", "sea", "key", "hat")
+    f"Tell me about {count} {thing}."
+    for count in (3, 7, 11, 20)
+    for thing in ("cats", "maps", "keys", "hats", "seas", "sons", "tins", "oaks")
 ]
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with served({"max_num_seqs": 8, "max_len": 1024}) as running:
+    with served({"num_engines": 2, "num_replicas": 2, "max_num_seqs": 4, "max_len": 1024}) as running:
         yield running
+        stop(running)
+        assert running.pids() == [], "processes outlived the server"
 
 
 @pytest.fixture(scope="module")
@@ -29,30 +36,130 @@ def client(server: Server) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
 
 
-def ask(client: openai.OpenAI, prompt: str, **options: Any) -> str:
-    answer = client.chat.completions.create(
-        model="SmolLM2-135M-Instruct.Q4_1",
-        messages=[{"role": "user", "content": prompt}],
-        **({"max_tokens": 24, "temperature": 0.7, "seed": 7} | options),
-    )
-    return answer.choices[0].message.content or ""
-
-
-def stream(client: openai.OpenAI, prompt: str) -> str:
+def stream(client: openai.OpenAI, prompt: str, **options: Any) -> Iterator[str]:
     chunks = client.chat.completions.create(
-        model="SmolLM2-135M-Instruct.Q4_1",
+        model=MODEL,
         messages=[{"role": "user", "content": prompt}],
-        max_tokens=24,
-        temperature=0.7,
-        seed=7,
         stream=True,
+        **({"max_tokens": 16, "temperature": 0.8, "seed": 7} | options),
     )
-    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    return (chunk.choices[0].delta.content or "" for chunk in chunks)
 
 
-def test_parallel_streams_give_the_text_they_give_alone(client: openai.OpenAI) -> None:
+def engines(server: Server) -> dict[str, Any]:
+    states: dict[str, Any] = httpx.get(f"{server.url}/health", timeout=10).json()["engines"]
+    return states
+
+
+def until(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        time.sleep(0.1)
+
+
+def running(server: Server) -> int:
+    return sum(engine.get("running", 0) + engine.get("waiting", 0) for engine in engines(server).values())
+
+
+def engine_pids(server: Server) -> list[int]:
+    return server.pids("ray::slotserve-engine") or server.pids("ray::EngineActor")
+
+
+def test_32_parallel_streams_give_the_text_they_give_alone(client: openai.OpenAI) -> None:
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        together = list(pool.map(lambda prompt: stream(client, prompt), PROMPTS))
-    alone = [ask(client, prompt) for prompt in PROMPTS]
+        together = list(pool.map(lambda prompt: "".join(stream(client, prompt)), PROMPTS))
+    alone = [
+        client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": prompt}],
+            max_tokens=16,
+            temperature=0.8,
+            seed=7,
+        )
+        .choices[0]
+        .message.content
+        for prompt in PROMPTS
+    ]
     assert together == alone
     assert len(set(alone)) > len(PROMPTS) // 2
+
+
+def test_log_probabilities_and_choices_reach_the_client(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Name a colour."}],
+        n=2,
+        max_tokens=4,
+        seed=1,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    for choice in answer.choices:
+        assert choice.logprobs is not None
+        assert choice.logprobs.content is not None
+        assert all(entry.logprob <= 0 for entry in choice.logprobs.content)
+        assert "".join(entry.token for entry in choice.logprobs.content) == choice.message.content
+
+
+def test_errors_come_as_the_client_knows_them(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="model_not_found"):
+        client.models.retrieve("gpt-4")
+    with pytest.raises(openai.BadRequestError, match="context_length_exceeded"):
+        client.completions.create(model=MODEL, prompt="word " * 1100)
+    with pytest.raises(openai.BadRequestError, match="min_pp"):
+        client.completions.create(model=MODEL, prompt="a", extra_body={"min_pp": 1})
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_client_that_hangs_up_frees_its_slot(server: Server, streaming: bool) -> None:
+    body = {"prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "stream": streaming}
+    with httpx.Client(timeout=None) as http:
+        if streaming:
+            with http.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+                next(response.iter_lines())
+                until(lambda: running(server) == 1, 5)
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                http.post(f"{server.url}/v1/completions", json=body, timeout=2)
+    # Running it to its end would take many times as long.
+    until(lambda: running(server) == 0, 5)
+
+
+def test_streams_go_on_when_an_engine_dies(server: Server, client: openai.OpenAI) -> None:
+    prompts = PROMPTS[:4]
+    options = {"max_tokens": 120, "extra_body": {"ignore_eos": True}}
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        expected = list(pool.map(lambda prompt: "".join(stream(client, prompt, **options)), prompts))
+        streams = [stream(client, prompt, **options) for prompt in prompts]
+        beginnings = ["".join(next(each) for _ in range(5)) for each in streams]
+        assert all(engine["running"] for engine in engines(server).values())
+        victim = engine_pids(server)[0]
+        os.kill(victim, signal.SIGKILL)
+        texts = list(pool.map(lambda each: "".join(each), streams))
+    assert [a + b for a, b in zip(beginnings, texts, strict=True)] == expected
+    assert "resuming" in server.log
+    until(lambda: all(engine["state"] == "up" for engine in engines(server).values()), 60)
+    assert victim not in engine_pids(server)
+
+
+def test_a_replica_that_dies_leaves_nothing_behind(server: Server) -> None:
+    body = {"prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+    with (
+        httpx.Client(timeout=30) as http,
+        http.stream("POST", f"{server.url}/v1/completions", json=body) as response,
+    ):
+        next(response.iter_lines())
+        for pid in server.pids("ray::ServeReplica:slotserve:Ingress"):
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(httpx.HTTPError):
+            response.read()
+    until(lambda: _idle(server), 60)
+
+
+def _idle(server: Server) -> bool:
+    try:
+        return running(server) == 0
+    except (httpx.HTTPError, ValueError, KeyError):
+        return False
