@@ -11,7 +11,7 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
 from engine_actor.messages import EngineConfig, TelemetryConfig
 
@@ -98,6 +98,15 @@ class Settings(BaseModel):
     )
     trace_prompts: bool = Field(False, description="Put prompts into traces. Off: no text ever is.")
     run_dir: str = Field("run", description="Where traces and cached tokenizers are written.")
+
+    @model_validator(mode="after")
+    def _room_for_prompts(self) -> Settings:
+        if self.mode == "chunked" and self.max_step_tokens <= self.max_num_seqs:
+            raise ValueError(
+                f"max_step_tokens ({self.max_step_tokens}) must exceed max_num_seqs ({self.max_num_seqs}): "
+                "a full batch of decodes would leave no room for any prompt"
+            )
+        return self
 
     @field_validator("model", "api_keys_file", "run_dir")
     @classmethod

@@ -125,7 +125,7 @@ def _wait_until_healthy(server: Server) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and server.process.poll() is None:
         with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(f"{server.url}/health", timeout=2).is_success:
+            if httpx.get(f"{server.url}/health", timeout=30).is_success:
                 return
         time.sleep(0.25)
     raise RuntimeError(f"the server did not become healthy; its log ends:\n{server.log[-5000:]}")
