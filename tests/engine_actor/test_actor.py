@@ -90,6 +90,8 @@ def test_each_step_is_one_delivery_with_every_replicas_share() -> None:
     loop.submit("left", [request("a"), request("b")])
     loop.submit("right", [request("c", 3)])
     until(lambda: sorted(recorder.ended) == ["a", "b", "c"])
+    loop.stop()
+    loop.join(5)
     assert sorted(recorder.submitted) == ["a", "b", "c"]
     assert {o.request_id for o in recorder.outputs("left")} == {"a", "b"}
     assert [o.index for o in recorder.outputs("right")] == [0, 1, 2]
@@ -97,8 +99,6 @@ def test_each_step_is_one_delivery_with_every_replicas_share() -> None:
     assert len(with_tokens) == len(recorder.steps)
     last = recorder.frames[-1][1]
     assert (last.waiting, last.running, last.free_kv) == (0, 0, 128)
-    loop.stop()
-    loop.join(5)
     assert not recorder.errors
 
 
@@ -121,11 +121,12 @@ def test_a_request_that_can_never_run_is_answered_and_forgotten() -> None:
     loop = start(recorder, FakeModel())
     loop.submit("replica", [request("huge", 1000)])
     until(lambda: recorder.ended == ["huge"])
+    loop.stop()
+    loop.join(5)
     (refusal,) = recorder.outputs("replica")
     assert refusal.finish_reason == "error"
     assert "64 tokens" in (refusal.error or "")
     assert loop._accepted == 0
-    loop.stop()
 
 
 def test_replicas_that_leave_take_their_requests_and_only_theirs_along() -> None:
@@ -141,11 +142,13 @@ def test_replicas_that_leave_take_their_requests_and_only_theirs_along() -> None
     until(lambda: loop.status().running == 2)
     loop.release("gone")
     loop.submit("gone", [request("back again", 2)])
-    until(lambda: len(recorder.ended) == 3)
+    # A request ends just before its last output is handed over.
+    until(lambda: len(recorder.ended) == 3 and loop.status().running == 0 and not loop._accepted)
+    loop.stop()
+    loop.join(5)
     assert recorder.ended[0] == "a"
     assert [o.index for o in recorder.outputs("stays")] == list(range(20))
     assert recorder.outputs("gone")[-1].request_id == "back again"
-    loop.stop()
 
 
 def test_steps_that_keep_failing_end_the_loop_with_their_error() -> None:
@@ -160,6 +163,7 @@ def test_steps_that_keep_failing_end_the_loop_with_their_error() -> None:
         loop.submit("replica", [request(f"r{i}")])
         until(lambda count=i + 1: len(recorder.ended) == count)  # type: ignore[misc]
     assert recorder.failed.wait(5)
+    loop.join(5)
     assert "3 steps in a row" in str(recorder.errors[0])
     assert all("the device is gone" in (o.error or "") for o in recorder.outputs("replica"))
 
