@@ -15,10 +15,10 @@ from typing import Any, Protocol, TypeVar
 
 from prometheus_client.metrics_core import Metric
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from engine_actor.actor import LEASE_SECONDS
-from engine_actor.messages import EngineInfo, EngineStatus, Frame
+from engine_actor.messages import EngineFailedError, EngineInfo, EngineStatus, Frame
 from engine_actor.request import Output, Request
 
 log = logging.getLogger("ray.serve")
@@ -27,6 +27,8 @@ T = TypeVar("T")
 MAX_RESUMES = 3
 """Engine deaths one request may live through; it may itself be what kills them."""
 REATTACH_SECONDS = 0.25
+RETRY_SECONDS = 1.0
+"""Between questions for an engine that cannot be had at the moment."""
 
 
 class QueueFullError(RuntimeError):
@@ -55,7 +57,10 @@ class Directory(Protocol):
     """Where engines are found."""
 
     async def engine(self, index: int) -> tuple[str, Engine, EngineInfo]:
-        """Name, engine and description of engine `index`, as soon as it lives."""
+        """Name, engine and description of engine `index`, as soon as it lives.
+
+        Raises EngineFailedError if it cannot be built for now.
+        """
         ...
 
 
@@ -198,7 +203,7 @@ class EngineClient:
         self._connections = [_Connection(index) for index in range(num_engines)]
         self._attached = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._failure: BaseException | None = None
+        self._failure: EngineFailedError | None = None
         self._background: list[asyncio.Task[None]] = []
         self.info: EngineInfo
         """Of the first engine attached; all are built from the same settings."""
@@ -208,7 +213,8 @@ class EngineClient:
         self._background = [asyncio.create_task(self._keep(c)) for c in self._connections]
         async with self._attached:
             await self._attached.wait_for(lambda: self._failure is not None or bool(self._live()))
-        if self._failure is not None:
+        if not self._live() and self._failure is not None:
+            await self.stop()
             raise self._failure
         self.info = next(c.info for c in self._live() if c.info is not None)
 
@@ -289,9 +295,14 @@ class EngineClient:
         while True:
             try:
                 connection.name, engine, connection.info = await self._directory.engine(connection.index)
-            except Exception as error:
+            except EngineFailedError as error:
                 await self._report(error)
-                return
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            except RayError as error:
+                log.warning("the supervisor does not answer: %s", error)
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
             renewing = asyncio.create_task(self._renew(connection, engine))
             try:
                 async for frame in engine.frames(self._replica):
@@ -344,7 +355,7 @@ class EngineClient:
         log.warning("resuming %d requests", len(going_on))
         await self._place(going_on, again=True)
 
-    async def _report(self, error: Exception) -> None:
+    async def _report(self, error: EngineFailedError) -> None:
         async with self._attached:
             self._failure = error
             self._attached.notify_all()

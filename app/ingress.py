@@ -64,6 +64,8 @@ OWNER = "slotserve"
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions."""
 RETRY_AFTER_SECONDS = 1
+SHUTDOWN_SECONDS = 2.0
+"""Replicas and engines leave together, so waiting longer would not finish an answer."""
 
 
 class Job:
@@ -89,7 +91,9 @@ class Job:
         self.echo = isinstance(body, CompletionRequest) and body.echo
         self.silent = self.echo and body.max_tokens == 0
         """Only the prompt is wanted: the one token the engine must produce is not shown."""
-        self.echoed = [tokenizer.decode(prompt) for prompt in prompts] if self.echo else [""] * len(prompts)
+        self.echoed = [
+            tokenizer.decode(prompt, skip_special_tokens=True) if self.echo else "" for prompt in prompts
+        ]
         self.choices = [
             Choice(tokenizer, body.stops, min_tokens=body.min_tokens, offset=len(self.echoed[i // body.n]))
             for i in range(len(prompts) * body.n)
@@ -608,6 +612,7 @@ def build(settings: Settings) -> serve.Application:
         Supervisor,
         name="Supervisor",
         max_ongoing_requests=unlimited,
+        graceful_shutdown_timeout_s=SHUTDOWN_SECONDS,
         ray_actor_options={"num_cpus": 0},
     ).bind(settings.num_engines, settings.engine_config(), settings.telemetry_config(model_name))
     ingress = serve.deployment(
@@ -615,6 +620,7 @@ def build(settings: Settings) -> serve.Application:
         name="Ingress",
         num_replicas=settings.num_replicas,
         max_ongoing_requests=unlimited,
+        graceful_shutdown_timeout_s=SHUTDOWN_SECONDS,
         ray_actor_options={"num_cpus": 0},
     )
     return ingress.bind(settings, {digest(key): who.tenant for key, who in keys.items()}, supervisor)

@@ -41,7 +41,7 @@ class Choice:
         offset: int = 0,
     ) -> None:
         self._special = tokenizer.special_ids
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, at_start=False)
         self._stops = StopStrings(stops)
         self._min_tokens = min_tokens
         self._decoded = self._shown = offset
@@ -135,7 +135,7 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[Token]) -> dict[s
 
 def echoed_tokens(tokenizer: Tokenizer, prompt: Sequence[int], scores: Sequence[Sampled]) -> list[Token]:
     """The prompt's tokens as if they were output; the first has no score."""
-    detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
+    detokenizer = Detokenizer(tokenizer)
     offset = 0
     tokens = []
     for token, sampled in zip(prompt, [Sampled(prompt[0]), *scores], strict=True):

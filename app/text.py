@@ -98,13 +98,18 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Turns tokens into text one at a time. Text is held back only inside a character."""
+    """Turns tokens into text one at a time. Text is held back only inside a character.
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    `at_start` is False where the tokens continue a prompt: SentencePiece's first space is text then.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, at_start: bool = True
+    ) -> None:
         self._tokenizer = tokenizer
         self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._at_start = tokenizer.strips_first_space
+        self._at_start = at_start and tokenizer.strips_first_space
 
     def push(self, token: int) -> str:
         """The characters that `token` completes; often none or one, never half of one."""

@@ -75,3 +75,7 @@ class Frame:
 
     status: EngineStatus
     outputs: tuple[Output, ...] = ()
+
+
+class EngineFailedError(RuntimeError):
+    """An engine could not be built; the message says what its model or settings lack."""

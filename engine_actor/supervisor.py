@@ -22,7 +22,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from engine_actor.actor import EngineActor
 from engine_actor.build import build_engine
-from engine_actor.messages import EngineConfig, EngineInfo, TelemetryConfig
+from engine_actor.messages import EngineConfig, EngineFailedError, EngineInfo, TelemetryConfig
 from engine_actor.telemetry import open_telemetry
 
 log = logging.getLogger("ray.serve")
@@ -41,10 +41,6 @@ class Incarnation:
     info: EngineInfo
 
 
-class EngineFailedError(RuntimeError):
-    """An engine could not be built; the message says what its model or settings lack."""
-
-
 class Supervisor:
     """Engines 0..num_engines - 1, each built from `config` inside its own actor."""
 
@@ -59,27 +55,27 @@ class Supervisor:
         self._telemetry = telemetry
         self._num_engines = num_engines
         self._alive: list[Incarnation | None] = [None] * num_engines
-        self._failure: str | None = None
+        self._failures: dict[int, str] = {}
+        """Why the engines that could not be built could not."""
         self._changed = asyncio.Condition()
         self._watches = [asyncio.ensure_future(self._watch(index)) for index in range(num_engines)]
 
     async def engine(self, index: int) -> Incarnation:
         """Engine `index`, as soon as it lives.
 
-        Raises EngineFailedError if it could not be built in the first place.
+        Raises EngineFailedError if it could not be built; the supervisor goes on trying.
         """
         async with self._changed:
             while True:
-                if self._failure is not None:
-                    raise EngineFailedError(self._failure)
                 alive = self._alive[index]
                 if alive is not None:
                     return alive
+                if index in self._failures:
+                    raise EngineFailedError(self._failures[index])
                 await self._changed.wait()
 
     async def _watch(self, index: int) -> None:
         backoff = 1.0
-        lived = False
         while True:
             started = time.monotonic()
             actor = None
@@ -87,14 +83,10 @@ class Supervisor:
                 actor = self._start(index)
                 info: EngineInfo = await actor.ready.remote()
                 await self._announce(index, actor, info)
-                lived = True
                 await actor.lifetime.remote()
             except RayTaskError as error:
-                # Building failed, and would fail again: unless it worked before, say so and stop.
                 log.error("engine %d could not be built: %s", index, error.cause)
-                if not lived:
-                    await self._fail(index, error)
-                    return
+                await self._fail(index, error)
             except (RayActorError, ValueError) as error:
                 # ValueError: the name still belongs to the life before; it will be free in a moment.
                 log.error("engine %d is gone, starting it again: %s", index, error)
@@ -125,10 +117,11 @@ class Supervisor:
 
     async def _announce(self, index: int, actor: ActorHandle, info: EngineInfo) -> None:
         async with self._changed:
+            self._failures.pop(index, None)
             self._alive[index] = Incarnation(f"engine-{index}", actor, info)
             self._changed.notify_all()
 
     async def _fail(self, index: int, error: RayTaskError) -> None:
         async with self._changed:
-            self._failure = f"engine {index} could not be built: {error.cause}"
+            self._failures[index] = f"engine {index} could not be built: {error.cause}"
             self._changed.notify_all()

@@ -12,7 +12,7 @@ import torch
 from app.engine_client import EngineLostError
 from engine_actor.actor import EngineActor
 from engine_actor.engine import Engine
-from engine_actor.messages import EngineInfo, EngineStatus, Frame
+from engine_actor.messages import EngineFailedError, EngineInfo, EngineStatus, Frame
 from engine_actor.request import Request
 from model.batch import Batch
 from model.slot_kv import SlotKV
@@ -120,7 +120,10 @@ class LocalDirectory:
                 await asyncio.sleep(0.01)
             engine = self.engines[index] = LocalEngine(self._build, self._max_waiting)
             self._started.append(engine)
-        return f"engine-{index}", engine, await engine.actor.ready()
+        try:
+            return f"engine-{index}", engine, await engine.actor.ready()
+        except RuntimeError as error:
+            raise EngineFailedError(str(error)) from error
 
     def stop(self) -> None:
         for engine in self._started:

@@ -11,6 +11,7 @@ import pytest
 
 from app import engine_client
 from app.engine_client import EngineClient, Generation, NoEngineError, QueueFullError
+from engine_actor.messages import EngineFailedError
 from engine_actor.request import Request
 from model.sampler import SamplingParams
 from tests.app.engines import LocalDirectory, build_toy
@@ -209,7 +210,7 @@ def test_what_keeps_engines_from_being_built_is_raised_at_the_start() -> None:
 
     async def scenario() -> None:
         directory = LocalDirectory(broken)
-        with pytest.raises(RuntimeError, match="no model at /nowhere"):
+        with pytest.raises(EngineFailedError, match="no model at /nowhere"):
             await EngineClient("replica", 1, directory).start()
         directory.stop()
 

@@ -94,6 +94,12 @@ def test_sentencepiece_text_loses_its_first_space_only(sentencepiece: Tokenizer)
     assert "".join(pieces(sentencepiece, tokens)) == sentencepiece._tokenizer.backend_tokenizer.decode(tokens)
 
 
+def test_what_continues_a_prompt_keeps_its_first_space(sentencepiece: Tokenizer) -> None:
+    hello, world = 260, 261
+    continuing = Detokenizer(sentencepiece, at_start=False)
+    assert sentencepiece.decode([hello]) + continuing.push(world) == "Hello world"
+
+
 def test_special_tokens_are_hidden_from_text(tokenizer: Tokenizer) -> None:
     eos = next(iter(tokenizer.eos_token_ids))
     tokens = [*tokenizer.encode("one"), eos, *tokenizer.encode(" two")]
