@@ -65,7 +65,7 @@ class Server:
 def served(
     settings: Mapping[str, Any] | None = None, *, environment: Mapping[str, str] | None = None
 ) -> Iterator[Server]:
-    """Start a server with `settings` over the defaults, wait until it is healthy, stop it at the end."""
+    """Start a server with `settings` over the defaults, wait until all engines are up, stop it at the end."""
     directory = Path(tempfile.mkdtemp(prefix="ss-", dir="/tmp"))
     port = free_port()
     config = {
@@ -125,7 +125,9 @@ def _wait_until_healthy(server: Server) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and server.process.poll() is None:
         with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(f"{server.url}/health", timeout=30).is_success:
+            # Until the application is deployed the proxy lets the question wait.
+            health = httpx.get(f"{server.url}/health", timeout=30)
+            if health.is_success and all(e["state"] == "up" for e in health.json()["engines"].values()):
                 return
         time.sleep(0.25)
     raise RuntimeError(f"the server did not become healthy; its log ends:\n{server.log[-5000:]}")
