@@ -13,11 +13,8 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from model import kernels
-from model.batch import Batch
 from model.files import ModelFiles, find_model
 from model.linear import Linear
-from model.sampler import prompt_logprobs
 from model.transformer import Layer, ModelConfig, Transformer, Weights
 
 SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -51,19 +48,7 @@ def load_model(
     files = find_model(path)
     source: TensorSource = SafetensorsSource(files) if files.gguf_file is None else GgufSource(files)
     _check_heads(source.config)
-    model = Transformer(source.config, _weights(source, device, dtype))
-    _compile_kernels(model)
-    return model
-
-
-def _compile_kernels(model: Transformer) -> None:
-    """Run each kernel once, so that no request waits for the compiler."""
-    one, zero = np.ones(1, np.int64), np.zeros(1, np.int64)
-    logits = model.forward(Batch(zero, zero, zero, zero), model.new_kv(1, 1))
-    kernels.choose_tokens(
-        logits.cpu().numpy(), one.astype(np.float32), one, one / 2, zero / 2, zero / 2, zero
-    )
-    prompt_logprobs(logits, [0], 0)
+    return Transformer(source.config, _weights(source, device, dtype))
 
 
 def _check_heads(c: ModelConfig) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
+import numba
 import numpy as np
 import pytest
 import torch
 
+from model import kernels
 from model.attention import CpuAttention, HeadLayout, Rope
 from model.slot_kv import KEY_BLOCK, SlotKV
 
@@ -93,6 +96,26 @@ def test_equals_plain_attention(case: Case, length: int) -> None:
     rows = case.rows(length, seed=length)
     found = attend(case, case.kv(1), [(0, 0, rows.clone())])
     assert (found - reference(case, rows)).abs().max() < 5e-6
+
+
+@pytest.mark.parametrize("workers", [2, 3, 8])
+def test_no_bit_depends_on_the_number_of_threads(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["grouped"]
+    runs = [(slot, 0, case.rows(length, seed=slot)) for slot, length in enumerate([70, 1, 5, 40])]
+    expected = attend(case, case.kv(4), [(slot, first, rows.clone()) for slot, first, rows in runs])
+    monkeypatch.setattr(numba, "get_num_threads", lambda: workers)
+    assert torch.equal(attend(case, case.kv(4), runs), expected)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_work_is_shared_out_whole_and_evenly(workers: int) -> None:
+    positions, slots = np.r_[np.arange(1000), np.full(8, 500)], np.r_[np.full(1000, 9), np.arange(8)]
+    items, bounds = kernels.plan_items(positions, slots, 3, 3, workers)
+    assert items[:, 1].sum() == len(positions)
+    assert (bounds[0], bounds[-1], len(bounds)) == (0, 3 * len(items), workers + 1)
+    costs = np.repeat(items[:, 1] * (items[:, 2] + items[:, 1]), 3)
+    shares = [costs[a:b].sum() for a, b in pairwise(bounds)]
+    assert max(shares) < 1.2 * sum(shares) / workers
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
