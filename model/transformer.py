@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from model.attention import Attention, CpuAttention, CudaAttention, HeadLayout, Rope
 from model.batch import Batch, IntArray
@@ -154,14 +155,12 @@ class Transformer:
         return add_rms_norm(x, delta, self.weights.norm, eps)
 
     def _logits(self, rows: torch.Tensor) -> torch.Tensor:
-        logits = torch.empty(len(rows), self.vocab_size, device=self.device)
-        start = 0
-        for count in self.head_row_counts.tiles(len(rows)):
-            part = rows[start : start + count]
-            padded = torch.nn.functional.pad(part, (0, 0, 0, count - len(part)))
-            logits[start : start + count] = self.weights.head(padded)[: len(part)]
-            start += count
-        return logits
+        counts = self.head_row_counts.tiles(len(rows))
+        padded = F.pad(rows, (0, 0, 0, sum(counts) - len(rows)))
+        tiles = [self.weights.head(part).float() for part in torch.split(padded, counts)]
+        if len(tiles) == 1:
+            return tiles[0][: len(rows)]
+        return torch.cat(tiles)[: len(rows)] if tiles else rows.new_empty(0, self.vocab_size)
 
 
 def _padded(values: IntArray, count: int, fill: int) -> IntArray:

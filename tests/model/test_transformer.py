@@ -123,6 +123,25 @@ def test_company_changes_no_bit(variant: str, tmp_path: Path) -> None:
     assert differing_rows(model, 3, [1, 15, 16, 17, 40, 97]) == 0
 
 
+def test_a_batch_beyond_the_largest_row_count_is_cut(tmp_path: Path) -> None:
+    save_random_model(tmp_path, "llama")
+    model = load_model(tmp_path, device="cpu")
+    rng = np.random.default_rng(2)
+    runs = [(slot, 0, rng.integers(0, model.vocab_size, 230)) for slot in range(3)]
+    assert model.row_count(690) > model.row_counts.kept[-1]
+    together = forward(model, model.new_kv(3, 230), *runs)
+    alone = torch.cat([forward(model, model.new_kv(3, 230), run) for run in runs])
+    assert torch.equal(together, alone)
+
+
+def test_rows_that_want_no_logits_get_none(tmp_path: Path) -> None:
+    save_random_model(tmp_path, "llama")
+    model = load_model(tmp_path, device="cpu")
+    kv, zero, none = model.new_kv(1, 8), np.zeros(1, np.int64), np.zeros(0, np.int64)
+    assert model.forward(Batch(zero, zero, zero, none), kv).shape == (0, model.vocab_size)
+    assert kv.keys[:, 0].any()
+
+
 @pytest.fixture(scope="module")
 def packaged() -> Transformer:
     return load_model(device="cpu")
