@@ -60,8 +60,11 @@ class Settings(BaseModel):
         "chunked",
         description="How prompts are prefilled: one by one, together, or in chunks beside the decodes.",
     )
-    max_step_tokens: int = Field(
-        256, ge=2, description="Rows of one step in mode `chunked`: the decodes first, prompts get the rest."
+    max_step_tokens: int | None = Field(
+        None,
+        ge=2,
+        description="Rows of one step in mode `chunked`: the decodes first, prompts get the rest; empty: "
+        "four for each slot.",
     )
     policy: str = Field(
         "fcfs",

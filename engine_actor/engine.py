@@ -114,7 +114,7 @@ class Engine:
         policy: Policy,
         *,
         mode: Mode = "chunked",
-        max_step_tokens: int = 256,
+        max_step_tokens: int | None = None,
         kv_budget: int | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:

@@ -20,7 +20,7 @@ class EngineConfig:
     max_len: int = 2048
     kv_budget_tokens: int | None = None
     mode: Literal["separate", "batched", "chunked"] = "chunked"
-    max_step_tokens: int = 256
+    max_step_tokens: int | None = None
     policy: str = "fcfs"
     policy_settings: dict[str, Any] = field(default_factory=dict)
     max_waiting: int = 1024

@@ -16,6 +16,10 @@ from policies.base import Policy
 
 Mode = Literal["separate", "batched", "chunked"]
 
+STEP_TOKENS_PER_SLOT = 4
+"""Default rows of a step in mode `chunked`: the knee of `python -m bench spike`. Fewer delay a long
+prompt's first token, more stall everyone else's next one."""
+
 
 @dataclass(slots=True)
 class Work:
@@ -40,7 +44,8 @@ class Scheduler:
 
     mode `separate`: each prompt is its own forward, before the decode forward;
     `batched`: all prompts of the step share one forward, before the decode forward;
-    `chunked`: prompts share the decode forward, `max_step_tokens` rows at most together.
+    `chunked`: prompts share the decode forward, `max_step_tokens` rows at most together
+    (default: STEP_TOKENS_PER_SLOT for each slot).
     """
 
     def __init__(
@@ -49,9 +54,11 @@ class Scheduler:
         policy: Policy,
         *,
         mode: Mode = "chunked",
-        max_step_tokens: int = 256,
+        max_step_tokens: int | None = None,
         kv_budget: int | None = None,
     ) -> None:
+        if max_step_tokens is None:
+            max_step_tokens = STEP_TOKENS_PER_SLOT * kv.num_slots
         if mode == "chunked" and max_step_tokens <= kv.num_slots:
             raise ValueError(
                 f"max_step_tokens ({max_step_tokens}) must exceed the number of slots ({kv.num_slots}), "
