@@ -83,7 +83,7 @@ def build(
     max_len: int = 2048,
     policy: Policy | None = None,
     mode: Mode = "chunked",
-    max_step_tokens: int = 256,
+    max_step_tokens: int | None = None,
     kv_budget: int | None = None,
 ) -> Engine:
     """A fresh engine with its own KV around a loaded model."""

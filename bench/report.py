@@ -172,6 +172,7 @@ class Report:
 
         with matplotlib.rc_context({**_STYLE, "axes.prop_cycle": cycler(color=PALETTE)}):
             figure, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained")
+            figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12, wspace=0.05, hspace=0.05)
             yield figure, axes
             path = self.out / f"{self.name}{'-' if suffix else ''}{suffix}.png"
             figure.savefig(path, dpi=200)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from bench.report import percentiles
@@ -34,7 +35,7 @@ class Timeline:
 
     @property
     def itls(self) -> list[float]:
-        return [after - before for before, after in zip(self.token_times, self.token_times[1:], strict=False)]
+        return [after - before for before, after in pairwise(self.token_times)]
 
     @property
     def e2e(self) -> float:

@@ -55,6 +55,9 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
+        if self.path != "/v1/models":
+            self._json(404, {"error": {"message": "no such path"}})
+            return
         self._json(200, {"object": "list", "data": [{"id": "toy", "object": "model"}]})
 
     def do_POST(self) -> None:

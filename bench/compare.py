@@ -1,0 +1,270 @@
+"""Static against continuous batching: same engine, model, slots and workload, over real HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from bench import bare, client, observed, workload
+from bench.observed import Observed
+from bench.report import CONTINUOUS, FAINT, INK, MUTED, STATIC, BenchError, Report
+from bench.serving import served
+from bench.timeline import Timelines
+from bench.workload import Shape, Spread, Workload
+from policies import load_policy
+
+SIDES: dict[str, dict[str, Any]] = {
+    "continuous": {"policy": "fcfs", "mode": "chunked"},
+    # Fair to the old way: a batch takes all that waits, prefills it in one go, streams every token,
+    # and makes room as soon as its last request is done.
+    "static": {"policy": "static", "mode": "batched"},
+}
+COLOURS = {"continuous": CONTINUOUS, "static": STATIC}
+GAIN, UTILIZATION, TTFT_GAIN = 2.5, 0.9, 5.0
+LOAD = 0.7
+"""Of continuous batching's own capacity: where the open-loop bar stands."""
+VARIATIONS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    bare.add_arguments(parser)
+    workload.add_arguments(parser)
+    parser.add_argument(
+        "--rates",
+        type=float,
+        nargs="*",
+        default=[0.35, LOAD],
+        help="open loop: arrivals as shares of continuous batching's capacity (default: 0.35 0.7)",
+    )
+    parser.add_argument("--open-requests", type=int, default=40, help="requests per rate (default: 40)")
+    parser.add_argument(
+        "--sweep", choices=["variance"], help="instead: the gain against the spread of output lengths"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    return _sweep(args) if args.sweep else _head_to_head(args)
+
+
+def _head_to_head(args: argparse.Namespace) -> int:
+    report = Report("compare", args.out)
+    closed = workload.chosen(args, max_len=args.max_len, requests=128).arriving(None)
+    opened = workload.chosen(args, max_len=args.max_len, requests=args.open_requests)
+    report.say(f"closed loop: {closed}")
+
+    data: dict[str, Any] = {"workload": str(closed), "closed": {}, "open": {}, "rates": []}
+    pictures: dict[str, Observed] = {}
+    for side, policy in SIDES.items():
+        settings = {**policy, "max_num_seqs": args.slots, "max_len": args.max_len, "model": args.model}
+        report.say(f"{side}: starting `serve run` with {policy}")
+        with _server(settings) as server:
+            client.drive(server, workload.preset("smoke", seed=1))
+            figures, seen = _measure(report, server, closed, f"{side}-closed")
+            data["closed"][side], pictures[side] = figures, seen
+            report.save(data)
+            capacity = data["closed"]["continuous"]["requests_per_s"]
+            for index, share in enumerate(args.rates):
+                load = opened.arriving(share * capacity, seed=args.seed)
+                figures, _ = _measure(report, server, load, f"{side}-{share:g}")
+                if index == len(data["rates"]):
+                    data["rates"].append({"share": share, "requests_per_s": share * capacity})
+                data["rates"][index][side] = figures
+                if share == LOAD:
+                    data["open"][side] = figures
+                report.save(data)
+
+    _tables(report, data)
+    _draw_head_to_head(report, data)
+    _draw_slots(report, pictures)
+    report.say(
+        "What to see: a static batch keeps the slots of its finished requests until its longest answer "
+        "is out; continuous batching gives each slot to the next in the queue at the very next step."
+    )
+    static, continuous = data["closed"]["static"], data["closed"]["continuous"]
+    gain = continuous["tokens_per_s"] / static["tokens_per_s"]
+    report.at_least("closed loop: continuous / static tokens/s", gain, GAIN, "x")
+    report.at_least(
+        "closed loop: continuous batching's slot utilization while work waits",
+        continuous["utilization_while_waiting"],
+        UTILIZATION,
+    )
+    if data["open"]:
+        ratio = data["open"]["static"]["ttft_p95"] / data["open"]["continuous"]["ttft_p95"]
+        report.at_least(
+            f"open loop at {LOAD} of capacity: static / continuous TTFT p95", ratio, TTFT_GAIN, "x"
+        )
+    return report.finish(data)
+
+
+@contextmanager
+def _server(settings: Mapping[str, Any]) -> Iterator[client.Server]:
+    """A server of our own, as the client sees it."""
+    try:
+        with served(settings) as server:
+            yield client.Server(server.url)
+    except RuntimeError as error:
+        raise BenchError(str(error)) from error
+
+
+def _measure(
+    report: Report, server: client.Server, load: Workload, name: str
+) -> tuple[dict[str, Any], Observed]:
+    with report.progress(name, load.output_tokens) as advance:
+        run: Timelines = client.drive(server, load, advance=advance)
+    if run.errors:
+        raise BenchError(f"{name}: {len(run.errors)} requests failed, the first with {run.errors[0]}")
+    since = min(600.0, time.time() - run.started + 1)
+    seen = observed.fetch(
+        server, run.started, run.ended, seconds=since, save=report.out / f"{name}.trace.json"
+    )
+    return run.summary() | {
+        "steps": len(seen.steps),
+        "utilization": seen.utilization(),
+        "utilization_while_waiting": seen.utilization_while_waiting(),
+    }, seen
+
+
+def _tables(report: Report, data: dict[str, Any]) -> None:
+    columns = {
+        "tokens/s": "tokens_per_s",
+        "requests/s": "requests_per_s",
+        "TTFT p50 (s)": "ttft_p50",
+        "p95": "ttft_p95",
+        "p99": "ttft_p99",
+        "ITL p50 (s)": "itl_p50",
+        "ITL p95": "itl_p95",
+        "E2E p50 (s)": "e2e_p50",
+        "E2E p95": "e2e_p95",
+        "slots used": "utilization",
+        "steps": "steps",
+    }
+
+    def rows(sides: Mapping[str, Any]) -> list[list[object]]:
+        return [[side, *(sides[side][key] for key in columns.values())] for side in SIDES if side in sides]
+
+    report.table("Closed loop: all requests at once", ["", *columns], rows(data["closed"]))
+    for entry in data["rates"]:
+        title = f"Open loop: {entry['requests_per_s']:.2f} requests/s, {entry['share']:g} of capacity"
+        report.table(title, ["", *columns], rows(entry))
+
+
+def _draw_head_to_head(report: Report, data: dict[str, Any]) -> None:
+    closed, opened = data["closed"], data["open"] or data["closed"]
+    at_once = "all requests at once"
+    panels = [
+        ("Output tokens/s", {s: closed[s]["tokens_per_s"] for s in SIDES}, "{:.0f}", at_once),
+        (
+            "Slots at work",
+            {s: 100 * closed[s]["utilization"] for s in SIDES},
+            "{:.0f} %",
+            "all requests at once",
+        ),
+        (
+            "TTFT p95",
+            {s: opened[s]["ttft_p95"] for s in SIDES},
+            "{:.1f} s",
+            f"arrivals at {LOAD:.0%} of capacity" if data["open"] else at_once,
+        ),
+    ]
+    with report.chart(columns=3, size=(11, 5)) as (figure, axes):
+        for panel, (title, values, form, under) in zip(axes, panels, strict=True):
+            order = ["static", "continuous"]
+            bars = panel.bar(order, [values[s] for s in order], color=[COLOURS[s] for s in order], width=0.62)
+            panel.bar_label(bars, [form.format(values[s]) for s in order], padding=4, fontsize=15, color=INK)
+            panel.set_title(title)
+            panel.set_xlabel(under)
+            panel.set_ylim(0, 1.18 * max(values.values()))
+            panel.set_yticks([])
+            panel.spines["left"].set_visible(False)
+            panel.grid(visible=False)
+            panel.tick_params(axis="x", length=0, labelcolor=INK)
+        figure.suptitle("Same engine, model, slots and requests. Only the batching differs.", color=MUTED)
+
+
+def _draw_slots(report: Report, pictures: Mapping[str, Observed]) -> None:
+    with report.chart("slots", rows=2, size=(12, 7.2)) as (_, axes):
+        longest = 0.0
+        for panel, side in zip(axes, ("static", "continuous"), strict=True):
+            seen = pictures[side]
+            start = seen.steps[0].started
+            length = seen.steps[-1].started + seen.steps[-1].seconds - start
+            longest = max(longest, length)
+            panel.axvspan(0, length, color=FAINT, linewidth=0)
+            for stay in seen.stays:
+                colour = INK if stay.phase == "prefill" else COLOURS[side]
+                panel.broken_barh(
+                    [(stay.started - start, stay.seconds)], (stay.slot + 0.1, 0.8), color=colour
+                )
+            used = seen.utilization() or 0.0
+            panel.set_title(f"{side}: done after {length:.0f} s, {used:.0%} of the slots' time at work")
+            panel.set(ylabel="slot", ylim=(seen.slots, 0), yticks=[0.5, seen.slots - 0.5])
+            panel.set_yticklabels(["0", str(seen.slots - 1)])
+            panel.grid(visible=False)
+        for panel in axes:
+            panel.set_xlim(0, longest)
+        axes[-1].set_xlabel("seconds; dark: prefill, coloured: decode, grey: a slot that does nothing useful")
+
+
+def _sweep(args: argparse.Namespace) -> int:
+    report = Report("compare-variance", args.out)
+    model = bare.load(args.model)
+    bare.warm_up(model)
+    count, mean = args.requests or 48, 24
+    rows: list[dict[str, float]] = []
+    with report.progress("sweep", 2 * count * mean * len(VARIATIONS)) as advance:
+        for variation in VARIATIONS:
+            shape = Shape(count, Spread(16, 0, 16), Spread(mean, variation, 24 * mean))
+            load = workload.build(shape, f"variation {variation:g}", seed=args.seed, vocab=model.vocab_size)
+            lengths = [item.output_tokens for item in load.items]
+            row: dict[str, float] = {"variation": float(np.std(lengths) / np.mean(lengths))}
+            for side, how in SIDES.items():
+                engine = bare.build(
+                    model,
+                    slots=args.slots,
+                    max_len=args.max_len,
+                    policy=load_policy(how["policy"]),
+                    mode=how["mode"],
+                )
+                run = bare.drive(engine, load, advance=advance)
+                row |= {f"{side}_tokens_per_s": run.tokens_per_s, f"{side}_steps": len(run.records)}
+            row["gain"] = row["continuous_tokens_per_s"] / row["static_tokens_per_s"]
+            row["fewer_steps"] = row["static_steps"] / row["continuous_steps"]
+            rows.append(row)
+            report.save({"sweep": rows})
+    report.table(
+        f"{count} requests of {mean} output tokens on average, {args.slots} slots",
+        ["std / mean of output lengths", "static tokens/s", "continuous tokens/s", "gain", "steps saved"],
+        [
+            [
+                r["variation"],
+                r["static_tokens_per_s"],
+                r["continuous_tokens_per_s"],
+                r["gain"],
+                r["fewer_steps"],
+            ]
+            for r in rows
+        ],
+    )
+    with report.chart() as (_, axes):
+        variations = [r["variation"] for r in rows]
+        axes.plot(variations, [r["gain"] for r in rows], "o-", color=CONTINUOUS, label="tokens/s, measured")
+        axes.plot(variations, [r["fewer_steps"] for r in rows], "--", color=MUTED, label="steps saved")
+        axes.axhline(1, color=STATIC, linewidth=1.5)
+        axes.annotate("static batching", (variations[-1], 1), ha="right", va="bottom", color=STATIC)
+        axes.set(ylim=(0, None), xlim=(0, None))
+        axes.set_xlabel("spread of the output lengths: standard deviation / mean")
+        axes.set_ylabel("continuous / static")
+        axes.set_title("The gain is the variance: equal lengths leave nothing to win")
+        axes.legend(loc="upper left")
+    report.say(
+        "What to see: where all answers are equally long a static batch wastes nothing; the more they "
+        "differ, the longer its slots wait for the longest."
+    )
+    report.at_most("gain at no variance", rows[0]["gain"], 1.15, "x")
+    report.at_least("gain at the largest variance / at none", rows[-1]["gain"] / rows[0]["gain"], 1.5, "x")
+    return report.finish({"sweep": rows})

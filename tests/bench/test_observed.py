@@ -1,0 +1,43 @@
+"""A server's trace gives the same slot figures as the step records it was drawn from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench import bare, observed
+from bench.client import Server
+from bench.observed import Observed, Step
+from bench.report import BenchError
+from bench.workload import Item, Workload
+from engine_actor.chrome_trace import chrome_trace
+from engine_actor.engine import Engine
+from policies import load_policy
+from tests.bench.fake_server import FakeServer
+from tests.fakes import FakeModel, fake_kv
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "static"])
+def test_a_trace_keeps_steps_stays_and_utilization(policy: str) -> None:
+    items = [Item(f"r{i}", 0.0, (1, 2, 3), 2 + 5 * (i % 3)) for i in range(9)]
+    run = bare.drive(Engine(FakeModel(), fake_kv(), load_policy(policy)), Workload("toy", tuple(items)))
+    seen = observed.cut(chrome_trace({0: run.records}), run.started, run.ended)
+    assert (seen.slots, len(seen.steps)) == (4, len(run.records))
+    assert len({(stay.slot, stay.started) for stay in seen.stays if stay.phase == "prefill"}) == 9
+    assert seen.utilization() == pytest.approx(bare.utilization(run.records, 4, run.seconds), abs=0.1)
+    nothing = observed.cut(chrome_trace({0: run.records}), run.ended + 1, run.ended + 2)
+    assert nothing.steps == []
+    assert nothing.utilization() is None
+
+
+def test_pauses_between_steps_count_as_idle_and_waiting_is_told_apart() -> None:
+    steps = [Step(0.0, 1.0, 2, waiting=3), Step(2.0, 1.0, 1, waiting=0), Step(3.0, 1.0, 1, waiting=0)]
+    seen = Observed(steps, [], slots=2)
+    assert seen.utilization() == pytest.approx((2 * 1 + 1 * 1) / (2 * 3))
+    assert seen.utilization_while_waiting() == pytest.approx(2 / (2 * 2))
+
+
+def test_a_server_without_a_trace_is_one_line(tmp_path: Path) -> None:
+    with FakeServer().running() as fake, pytest.raises(BenchError, match="/trace answered 404"):
+        observed.fetch(Server(fake.url), 0, 1, seconds=1, save=tmp_path / "t.json")
