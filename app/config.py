@@ -104,9 +104,10 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _room_for_prompts(self) -> Settings:
-        if self.mode == "chunked" and self.max_step_tokens <= self.max_num_seqs:
+        rows = self.max_step_tokens
+        if self.mode == "chunked" and rows is not None and rows <= self.max_num_seqs:
             raise ValueError(
-                f"max_step_tokens ({self.max_step_tokens}) must exceed max_num_seqs ({self.max_num_seqs}): "
+                f"max_step_tokens ({rows}) must exceed max_num_seqs ({self.max_num_seqs}): "
                 "a full batch of decodes would leave no room for any prompt"
             )
         return self

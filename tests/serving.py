@@ -1,5 +1,5 @@
 """The server that tests share; see bench/serving.py."""
 
-from bench.serving import Server, free_port, served, stop
+from bench.serving import ROOT, Server, free_port, served, stop
 
-__all__ = ["Server", "free_port", "served", "stop"]
+__all__ = ["ROOT", "Server", "free_port", "served", "stop"]
