@@ -84,6 +84,8 @@ def _haproxy(scratch: str) -> dict[str, str]:
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
+        # Replicas and engines leave together: half a minute of draining would only delay Ctrl-C.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
         # The defaults are fixed paths, on which two servers of one machine would collide.
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{scratch}/haproxy.cfg",
         "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{scratch}/admin.sock",
