@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -200,6 +201,27 @@ def test_any_replica_shows_the_figures_of_all_engines(watched: Watched) -> None:
         assert {s.labels["engine"] for s in families["slotserve_steps"].samples} == {"engine-0", "engine-1"}
         [info, _] = families["slotserve_engine_info"].samples
         assert (info.labels["mode"], info.labels["policy"]) == ("chunked", "fcfs")
+
+
+def test_rays_own_metrics_show_the_same_figures(watched: Watched) -> None:
+    [port] = watched.server.directory.glob("ray/session_2*/metrics_export_port_*")
+    expected = sum(answer["usage"]["completion_tokens"] for answer in watched.answers) + 2
+
+    def mirrored() -> float:
+        lines = httpx.get(
+            f"http://127.0.0.1:{port.read_text().strip()}/metrics", timeout=10
+        ).text.splitlines()
+        return sum(
+            float(line.rsplit(" ", 1)[1])
+            for line in lines
+            if line.startswith("ray_slotserve_output_tokens_total{")
+        )
+
+    # Ray's processes report every ten seconds.
+    deadline = time.monotonic() + 40
+    while mirrored() < expected and time.monotonic() < deadline:
+        time.sleep(1)
+    assert mirrored() == expected
 
 
 def test_the_trace_shows_every_request_on_its_engine(watched: Watched) -> None:
