@@ -305,21 +305,30 @@ class EngineClient:
                 continue
             renewing = asyncio.create_task(self._renew(connection, engine))
             try:
-                async for frame in engine.frames(self._replica):
-                    if connection.engine is None:
-                        connection.engine = engine
-                        async with self._attached:
-                            self._attached.notify_all()
-                    self._receive(connection, frame)
+                while True:
+                    async for frame in engine.frames(self._replica):
+                        if frame.attached:
+                            await self._attach(connection, engine)
+                        self._receive(connection, frame)
             except EngineLostError as error:
                 log.warning("%s is lost: %s", connection.name, error)
             finally:
                 renewing.cancel()
                 connection.engine = None
-                stranded, connection.flights = list(connection.flights.values()), {}
-            if stranded:
-                self._spawn(self._resume(stranded))
+                self._strand(connection)
             await asyncio.sleep(REATTACH_SECONDS)
+
+    async def _attach(self, connection: _Connection, engine: Engine) -> None:
+        connection.engine = engine
+        self._strand(connection)
+        async with self._attached:
+            self._attached.notify_all()
+
+    def _strand(self, connection: _Connection) -> None:
+        """The engine has none of what was sent there: go on with it elsewhere, or there anew."""
+        stranded, connection.flights = list(connection.flights.values()), {}
+        if stranded:
+            self._spawn(self._resume(stranded))
 
     def _receive(self, connection: _Connection, frame: Frame) -> None:
         connection.status = frame.status

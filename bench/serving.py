@@ -5,7 +5,7 @@
 
 Each server has its own Ray cluster, ports and temporary directory, and takes them all down when the
 block ends. `settings` are the `args` of serve_config.yaml (app/config.py); `server.log` is what it
-printed; `server.ray` runs code inside the cluster. Starting one takes 15 - 20 s: share it within a module.
+printed. Starting one takes 15 - 20 s: share it within a module.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 180.0
 STOP_SECONDS = 60.0
+LEAVE_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
@@ -102,15 +103,19 @@ def served(
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def stop(server: Server) -> None:
-    """End the server as Ctrl-C would; kill what has not left after a while."""
+def stop(server: Server) -> list[int]:
+    """End the server as Ctrl-C would. Returns the processes that had to be killed: none, if all is well."""
     if server.process.poll() is None:
         server.process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.process.wait(STOP_SECONDS)
-    for pid in server.pids():
+    deadline = time.monotonic() + LEAVE_SECONDS
+    while (left := server.pids()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for pid in left:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    return left
 
 
 def free_port() -> int:

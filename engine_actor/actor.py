@@ -29,6 +29,7 @@ LEASE_SECONDS = 10.0
 """A replica not heard from for so long is gone, and its requests with it."""
 STATUS_SECONDS = 0.25
 """How stale a replica's view of an engine that steps for others may become."""
+FRAMES_PER_STREAM = 100_000
 MAX_FAILED_STEPS = 3
 """Consecutive failing steps after which the state of the device is not to be trusted."""
 
@@ -47,12 +48,13 @@ class Observer(Protocol):
 
 Build = Callable[[], tuple[Engine, EngineInfo]]
 Deliver = Callable[[dict[str, Frame], EngineStatus], None]
+"""Takes each attachment's share of a step, and the status for those that have none."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Submit:
     request: Request
-    replica: str
+    attachment: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class _Abort:
 
 @dataclass(frozen=True, slots=True)
 class _Release:
-    replica: str
+    attachment: str
 
 
 class StepLoop(threading.Thread):
@@ -101,7 +103,7 @@ class StepLoop(threading.Thread):
         self._last_step = time.monotonic()
         self._status = EngineStatus()
 
-    def submit(self, replica: str, requests: Sequence[Request], *, again: bool = False) -> str | None:
+    def submit(self, attachment: str, requests: Sequence[Request], *, again: bool = False) -> str | None:
         """Put requests into the inbox, all or none; the answer says why none.
 
         With `again` they were accepted once already, by an engine that died, and are always taken.
@@ -110,7 +112,7 @@ class StepLoop(threading.Thread):
             if not again and self._accepted + len(requests) > self._capacity:
                 return f"{self._accepted} requests run or wait here, and {self._capacity} is the limit"
             self._accepted += len(requests)
-            self._inbox += [_Submit(request, replica) for request in requests]
+            self._inbox += [_Submit(request, attachment) for request in requests]
             self._wake.notify()
         return None
 
@@ -120,10 +122,10 @@ class StepLoop(threading.Thread):
             self._inbox += [_Abort(request_id) for request_id in request_ids]
             self._wake.notify()
 
-    def release(self, replica: str) -> None:
-        """Drop everything a replica has submitted before the next step."""
+    def release(self, attachment: str) -> None:
+        """Drop everything an attachment has submitted before the next step."""
         with self._wake:
-            self._inbox.append(_Release(replica))
+            self._inbox.append(_Release(attachment))
             self._wake.notify()
 
     def stop(self) -> None:
@@ -181,8 +183,10 @@ class StepLoop(threading.Thread):
                     self._admit(engine, message)
                 case _Abort(request_id):
                     self._drop(engine, request_id)
-                case _Release(replica):
-                    for request_id in [i for i, entry in self._open.items() if entry.replica == replica]:
+                case _Release(attachment):
+                    for request_id in [
+                        i for i, entry in self._open.items() if entry.attachment == attachment
+                    ]:
                         self._drop(engine, request_id)
         return True
 
@@ -202,16 +206,16 @@ class StepLoop(threading.Thread):
             self._close(request_id)
 
     def _publish(self, engine: Engine, outputs: Sequence[Output]) -> None:
-        by_replica: dict[str, list[Output]] = {}
+        by_attachment: dict[str, list[Output]] = {}
         for output in outputs:
             entry = self._open[output.request_id]
-            by_replica.setdefault(entry.replica, []).append(output)
+            by_attachment.setdefault(entry.attachment, []).append(output)
             if output.sampled is not None:
                 self._open_tokens += 1
             if output.finish_reason is not None:
                 self._close(output.request_id)
         status = self._update_status(engine)
-        frames = {replica: Frame(status, tuple(mine)) for replica, mine in by_replica.items()}
+        frames = {attachment: Frame(status, tuple(mine)) for attachment, mine in by_attachment.items()}
         self._deliver(frames, status)
 
     def _close(self, request_id: str) -> None:
@@ -253,7 +257,8 @@ class EngineActor:
         self._name = name
         self._loop: asyncio.AbstractEventLoop | None = None
         self._info: asyncio.Future[EngineInfo] | None = None
-        self._replicas: dict[str, _Replica] = {}
+        self._replicas: dict[str, _Attachment] = {}
+        self._attachments = 0
         self._telemetry = telemetry()
         self._steps = StepLoop(
             build,
@@ -286,16 +291,26 @@ class EngineActor:
     async def frames(self, replica: str) -> AsyncGenerator[Frame, None]:
         """Attach a replica: first the engine's status, then a frame whenever a step concerns it.
 
-        Ends when the replica attaches anew or its lease runs out. Its requests end with it.
+        A stream is long but not endless, since Ray remembers every item of one: call again for the
+        next. A call that follows the end of a stream goes on where that ended, unless the lease ran
+        out or the replica detached; then, as on the first call, the first frame says `attached`.
         """
-        self._detach(replica)
-        attached = self._replicas[replica] = _Replica()
+        attached = self._replicas.get(replica)
+        if attached is None or attached.reading:
+            self._detach(replica)
+            self._attachments += 1
+            attached = self._replicas[replica] = _Attachment(f"{replica}#{self._attachments}")
+            attached.frames.put_nowait(Frame(self._steps.status(), attached=True))
+        attached.reading = True
         try:
-            yield Frame(self._steps.status())
-            while (frame := await attached.frames.get()) is not None:
+            for _ in range(FRAMES_PER_STREAM):
+                frame = await attached.frames.get()
+                if frame is None:
+                    return
                 yield frame
+            attached.reading = False
         finally:
-            if self._replicas.get(replica) is attached:
+            if attached.reading and self._replicas.get(replica) is attached:
                 self._detach(replica)
 
     async def submit(self, replica: str, requests: Sequence[Request], again: bool = False) -> str | None:
@@ -303,9 +318,10 @@ class EngineActor:
 
         Raises LookupError if the replica is not attached: nobody would read the outputs.
         """
-        if replica not in self._replicas:
+        attached = self._replicas.get(replica)
+        if attached is None:
             raise LookupError(f"replica {replica} is not attached")
-        return self._steps.submit(replica, requests, again=again)
+        return self._steps.submit(attached.id, requests, again=again)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Drop requests; their slots are free before the next step."""
@@ -336,7 +352,7 @@ class EngineActor:
     def _detach(self, replica: str) -> None:
         if (attached := self._replicas.pop(replica, None)) is not None:
             attached.frames.put_nowait(None)
-            self._steps.release(replica)
+            self._steps.release(attached.id)
 
     def _on_ready(self, info: EngineInfo) -> None:
         log.info(info.summary)
@@ -352,11 +368,11 @@ class EngineActor:
     def _hand_over(self, frames: dict[str, Frame], status: EngineStatus) -> None:
         now = time.monotonic()
         idle = status.waiting == status.running == 0
-        for name, replica in self._replicas.items():
-            if name in frames:
-                replica.send(frames[name], now)
-            elif idle or now - replica.sent >= STATUS_SECONDS:
-                replica.send(Frame(status), now)
+        for attached in self._replicas.values():
+            if attached.id in frames:
+                attached.send(frames[attached.id], now)
+            elif idle or now - attached.sent >= STATUS_SECONDS:
+                attached.send(Frame(status), now)
 
     def _on_failure(self, error: BaseException) -> None:
         self._call(self._give_up, error)
@@ -380,17 +396,23 @@ class EngineActor:
         while True:
             await asyncio.sleep(LEASE_SECONDS / 5)
             now = time.monotonic()
-            for name, replica in list(self._replicas.items()):
-                if now - replica.heard > LEASE_SECONDS:
+            for name, attached in list(self._replicas.items()):
+                if now - attached.heard > LEASE_SECONDS:
                     log.warning("replica %s has gone silent: its requests are dropped", name)
                     self._detach(name)
 
 
-class _Replica:
-    """A stream of frames and when its reader was last heard from."""
+class _Attachment:
+    """A replica's frames, and when it was last heard from.
 
-    def __init__(self) -> None:
+    What belongs to it goes by its own id: a step that began before a replica attached anew may
+    still have outputs for the attachment before.
+    """
+
+    def __init__(self, attachment_id: str) -> None:
+        self.id = attachment_id
         self.frames: asyncio.Queue[Frame | None] = asyncio.Queue()
+        self.reading = False
         self.heard = self.sent = time.monotonic()
 
     def send(self, frame: Frame, now: float) -> None:

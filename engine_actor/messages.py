@@ -75,6 +75,8 @@ class Frame:
 
     status: EngineStatus
     outputs: tuple[Output, ...] = ()
+    attached: bool = False
+    """The first frame of an attachment: the engine has nothing of this replica's."""
 
 
 class EngineFailedError(RuntimeError):

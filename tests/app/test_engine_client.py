@@ -204,6 +204,21 @@ def test_a_replica_whose_lease_ran_out_attaches_anew_and_goes_on(monkeypatch: py
     run(scenario())
 
 
+def test_one_stream_follows_another_without_a_seam(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine_actor.actor.FRAMES_PER_STREAM", 3)
+
+    async def scenario() -> None:
+        directory = LocalDirectory(build_toy(seconds=0.002))
+        async with client_of(directory) as client:
+            generation = await client.generate(requests(3))
+            together = await tokens_of(generation)
+            assert [flight.resumes for flight in generation.flights] == [0, 0, 0]
+            alone = [(await tokens_of(await client.generate([each])))[0] for each in requests(3)]
+            assert together == alone
+
+    run(scenario())
+
+
 def test_what_keeps_engines_from_being_built_is_raised_at_the_start() -> None:
     def broken() -> Any:
         raise FileNotFoundError("no model at /nowhere")

@@ -508,9 +508,9 @@ def test_with_keys_every_request_needs_one(tokenizer: Tokenizer) -> None:
         steps = s.directory.engines[0].actor._steps
         original = steps.submit
 
-        def spy(replica: str, requests: Any, *, again: bool = False) -> str | None:
+        def spy(attachment: str, requests: Any, *, again: bool = False) -> str | None:
             seen.extend(request.tenant for request in requests)
-            return original(replica, requests, again=again)
+            return original(attachment, requests, again=again)
 
         steps.submit = spy  # type: ignore[method-assign]
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret"}):
