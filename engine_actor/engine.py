@@ -24,7 +24,7 @@ from engine_actor.request import FinishReason, Output, Phase, PreemptReason, Req
 from engine_actor.scheduler import Mode, Plan, Scheduler, Work
 from model import sampler
 from model.batch import Batch, SlotModel
-from model.sampler import Sampled
+from model.sampler import InvalidLogits, Sampled
 from model.slot_kv import SlotKV
 from policies.base import Policy
 
@@ -215,15 +215,13 @@ class Engine:
             record.rows += len(batch) - padding
             record.padded_rows += self.model.row_count(len(batch))
             with _timed(record, "sample"):
-                self._sample(works, scored, logits, outputs)
+                self._sample(works, scored, logits, record, outputs)
         except Exception as error:
             log.exception("step %d failed; ending the %d requests in it", record.number, len(works))
             record.errors += 1
             for request in (work.request for work in works):
                 if request.phase is not Phase.FINISHED:
-                    self._close(request, "error")
-                    message = f"the engine failed in step {record.number}: {error}"
-                    outputs.append(Output(request.id, request.num_output, None, "error", message))
+                    outputs.append(self._fail(request, record, error))
 
     def _batch(self, works: list[Work], padding: int) -> tuple[Batch, list[range]]:
         """The rows of a forward and, per work, the positions that score a prompt token."""
@@ -249,8 +247,14 @@ class Engine:
         return Batch(*columns), scored
 
     def _sample(
-        self, works: list[Work], scored: list[range], logits: torch.Tensor, outputs: list[Output]
+        self,
+        works: list[Work],
+        scored: list[range],
+        logits: torch.Tensor,
+        record: StepRecord,
+        outputs: list[Output],
     ) -> None:
+        """A token for each request that is due one. Invalid logits end their own request, nobody else."""
         sampling: list[Request] = []
         rows: list[int] = []
         row = 0
@@ -258,18 +262,38 @@ class Engine:
             if positions:
                 targets = request.prompt[positions.start + 1 : positions.stop + 1]
                 top = request.params.prompt_logprobs or 0
-                request.prompt_scores += sampler.prompt_logprobs(
-                    logits[row : row + len(positions)], targets, top
-                )
+                try:
+                    request.prompt_scores += sampler.prompt_logprobs(
+                        logits[row : row + len(positions)], targets, top
+                    )
+                except InvalidLogits as error:
+                    outputs.append(self._fail(request, record, error))
                 row += len(positions)
             if request.computed == len(request.tokens):
-                sampling.append(request)
-                rows.append(row)
+                if request.phase is not Phase.FINISHED:
+                    sampling.append(request)
+                    rows.append(row)
                 row += 1
-        if sampling:
+        while sampling:
             chosen = logits if len(rows) == len(logits) else logits[rows]
-            for request, sampled in zip(sampling, sampler.sample(chosen, sampling), strict=True):
-                outputs.append(self._push(request, sampled))
+            try:
+                tokens = sampler.sample(chosen, sampling)
+            except InvalidLogits as error:
+                log.error(
+                    "step %d: ending %d of %d requests: %s", record.number, len(error.rows), len(rows), error
+                )
+                record.errors += len(error.rows) == len(rows)
+                for i in reversed(error.rows):
+                    outputs.append(self._fail(sampling.pop(i), record, error))
+                    del rows[i]
+            else:
+                outputs += [self._push(*pair) for pair in zip(sampling, tokens, strict=True)]
+                break
+
+    def _fail(self, request: Request, record: StepRecord, error: Exception) -> Output:
+        self._close(request, "error")
+        message = f"the engine failed in step {record.number}: {error}"
+        return Output(request.id, request.num_output, None, "error", message)
 
     def _push(self, request: Request, sampled: Sampled) -> Output:
         """Append a token; mark the request finished if it is the last one."""

@@ -27,8 +27,8 @@ from numba import njit, prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-# The same thread pool as torch's: two pools would fight for the cores between any two kernels.
-numba.config.THREADING_LAYER = "omp"
+# OpenMP first, torch's own pool: two pools would fight for the cores between any two kernels.
+numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
 
 LANES = 16
 """Floats a tile handles at once; the compiler maps them to what the machine has."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+import torch
 
 from engine_actor.engine import Engine, RequestRefusedError
 from engine_actor.request import Request
 from engine_actor.scheduler import Mode
+from model.batch import Batch
 from model.sampler import SamplingParams
+from model.slot_kv import SlotKV
 from policies.fcfs import Fcfs
 from tests.fakes import FakeModel, fake_kv
 
@@ -93,6 +98,44 @@ def test_a_failed_forward_ends_its_requests_and_the_loop_goes_on() -> None:
     engine.model = FakeModel()
     assert len(run(engine, [request("good", [1], 3)])["good"]) == 3
     assert engine.kv.free_slots == engine.kv.num_slots
+
+
+class BrokenFor(FakeModel):
+    """Answers NaN to whoever says 11."""
+
+    def forward(self, batch: Batch, kv: SlotKV) -> torch.Tensor:
+        logits = super().forward(batch, kv)
+        logits[batch.tokens[batch.logit_rows] == 11] = math.nan
+        return logits
+
+
+def test_invalid_logits_end_their_own_request_alone() -> None:
+    def good() -> list[Request]:
+        return [request(f"good{i}", [i], 6, float(i)) for i in range(3)]
+
+    expected = run(Engine(FakeModel(), fake_kv(), Fcfs()), good())
+    engine = Engine(BrokenFor(), fake_kv(num_slots=5), Fcfs(), mode="batched")
+    for params in (SamplingParams(temperature=0), SamplingParams(prompt_logprobs=1)):
+        engine.submit(Request("bad", [5, 11, 11], params))
+        for item in (requests := good()):
+            engine.submit(item)
+        outputs, record = engine.step()
+        failed = [o for o in outputs if o.finish_reason == "error"]
+        assert [(o.request_id, o.sampled) for o in failed] == [("bad", None)]
+        assert "not finite" in (failed[0].error or "")
+        assert record.errors == 0
+        while engine.has_work():
+            engine.step()
+        assert {item.id: item.output for item in requests} == expected
+        assert engine.kv.free_slots == engine.kv.num_slots
+
+
+def test_a_step_of_invalid_logits_counts_as_failed() -> None:
+    engine = Engine(BrokenFor(), fake_kv(), Fcfs())
+    engine.submit(request("bad", [11], 3))
+    outputs, record = engine.step()
+    assert record.errors == 1
+    assert outputs[0].finish_reason == "error"
 
 
 def test_abort_frees_the_slot_at_once_running_or_waiting() -> None:
