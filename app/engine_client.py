@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
@@ -161,6 +162,18 @@ class _Connection:
     flights: dict[str, _Flight] = field(default_factory=dict)
     promised: int = 0
     """Tokens placed here since the engine last said how busy it is."""
+    heard: float = 0.0
+    """When it last said anything."""
+
+    def hear(self, status: EngineStatus) -> None:
+        self.status = status
+        self.heard = time.monotonic()
+
+    @property
+    def silent(self) -> float:
+        """Seconds without a word beyond what is usual: a frozen process or a lost network."""
+        quiet = time.monotonic() - self.heard
+        return quiet if quiet > LEASE_SECONDS else 0.0
 
 
 class Generation:
@@ -227,10 +240,12 @@ class EngineClient:
         await asyncio.gather(*self._background, *self._tasks, return_exceptions=True)
 
     def statuses(self) -> dict[str, EngineStatus | None]:
-        """How busy each engine is; None for one that is down."""
+        """How busy each engine is; None for one that is down. One that is silent counts as stalled."""
         return {
-            connection.name or f"engine-{connection.index}": connection.status if connection.engine else None
-            for connection in self._connections
+            c.name or f"engine-{c.index}": replace(c.status, stalled=max(c.status.stalled, c.silent))
+            if c.engine
+            else None
+            for c in self._connections
         }
 
     def engines(self) -> dict[str, tuple[Engine, EngineInfo]]:
@@ -265,11 +280,17 @@ class EngineClient:
     def _live(self) -> list[_Connection]:
         return [connection for connection in self._connections if connection.engine is not None]
 
+    def _best(self) -> _Connection:
+        candidates = [connection for connection in self._live() if not connection.silent]
+        return max(
+            candidates or self._live(), key=lambda c: (c.status.free_kv - c.promised, -c.status.waiting)
+        )
+
     async def _place(self, flights: Sequence[_Flight], *, again: bool) -> list[str]:
         """Share flights out, each to the engine with most free KV; the refusals of those that declined."""
         shares: dict[_Connection, list[_Flight]] = {}
         for flight in flights:
-            best = max(self._live(), key=lambda c: (c.status.free_kv - c.promised, -c.status.waiting))
+            best = self._best()
             best.promised += len(flight.request.prompt) + len(flight.tokens)
             # Registered before it is sent: a frame may overtake the answer, and a death must find it.
             best.flights[flight.request.id] = flight
@@ -331,7 +352,7 @@ class EngineClient:
             self._spawn(self._resume(stranded))
 
     def _receive(self, connection: _Connection, frame: Frame) -> None:
-        connection.status = frame.status
+        connection.hear(frame.status)
         connection.promised = 0
         for output in frame.outputs:
             flight = connection.flights.get(output.request_id)
@@ -344,7 +365,7 @@ class EngineClient:
         while True:
             await asyncio.sleep(LEASE_SECONDS / 10)
             try:
-                connection.status = await engine.renew(self._replica)
+                connection.hear(await engine.renew(self._replica))
             except EngineLostError:
                 return
 

@@ -100,17 +100,23 @@ class Supervisor:
             backoff = min(2 * backoff, MAX_BACKOFF_SECONDS)
 
     def _start(self, index: int) -> ActorHandle:
-        gpu = self._config.device != "cpu" and ray.cluster_resources().get("GPU", 0) >= 1
-        threads = self._config.threads or self._fair_share()
+        threads = self._config.threads or self._thread_share()
         config = dataclasses.replace(self._config, threads=threads)
         name = f"{self._application}-engine-{index}"
         telemetry = functools.partial(open_telemetry, f"engine-{index}", self._telemetry)
-        actor_class = ray.remote(EngineActor).options(name=name, num_cpus=0, num_gpus=int(gpu))
+        actor_class = ray.remote(EngineActor).options(name=name, num_cpus=0, num_gpus=self._gpu_share())
         return actor_class.remote(
             name, functools.partial(build_engine, config), config.max_waiting, telemetry
         )
 
-    def _fair_share(self) -> int:
+    def _gpu_share(self) -> float:
+        """A GPU, or so much of one that all engines find a place; 0 where there is none."""
+        gpus = int(ray.cluster_resources().get("GPU", 0))
+        if self._config.device == "cpu" or not gpus:
+            return 0
+        return 1 / math.ceil(self._num_engines / gpus)
+
+    def _thread_share(self) -> int:
         """Threads of an engine when those of one node share its cores."""
         nodes: int = sum(node["Alive"] for node in ray.nodes())
         return max(1, len(os.sched_getaffinity(0)) // math.ceil(self._num_engines / nodes))

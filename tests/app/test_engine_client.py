@@ -204,6 +204,27 @@ def test_a_replica_whose_lease_ran_out_attaches_anew_and_goes_on(monkeypatch: py
     run(scenario())
 
 
+def test_a_silent_engine_counts_as_stalled_and_gets_no_more_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_client, "LEASE_SECONDS", 0.2)
+
+    async def scenario() -> None:
+        directory = LocalDirectory(build_toy())
+        async with client_of(directory, engines=2) as client:
+            await until(lambda: None not in client.statuses().values())
+            frozen = directory.engines[0]
+            monkeypatch.setattr(frozen, "renew", lambda replica: asyncio.Event().wait())
+            await until(lambda: client._connections[0].silent > 0)
+            statuses = client.statuses()
+            assert statuses["engine-0"] is not None
+            assert statuses["engine-1"] is not None
+            assert statuses["engine-0"].stalled > 0.2
+            assert statuses["engine-1"].stalled == 0
+            await tokens_of(await client.generate(requests(4)))
+            assert frozen.actor._steps.status().steps == 0
+
+    run(scenario())
+
+
 def test_one_stream_follows_another_without_a_seam(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine_actor.actor.FRAMES_PER_STREAM", 3)
 
