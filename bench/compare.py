@@ -81,7 +81,7 @@ def _head_to_head(args: argparse.Namespace) -> int:
     _tables(report, data)
     _draw_head_to_head(report, data)
     _draw_slots(report, pictures)
-    report.say(
+    report.note(
         "What to see: a static batch keeps the slots of its finished requests until its longest answer "
         "is out; continuous batching gives each slot to the next in the queue at the very next step."
     )
@@ -261,7 +261,7 @@ def _sweep(args: argparse.Namespace) -> int:
         axes.set_ylabel("continuous / static")
         axes.set_title("The gain is the variance: equal lengths leave nothing to win")
         axes.legend(loc="upper left")
-    report.say(
+    report.note(
         "What to see: where all answers are equally long a static batch wastes nothing; the more they "
         "differ, the longer its slots wait for the longest."
     )

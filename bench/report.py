@@ -92,6 +92,8 @@ class Report:
         self.name = name
         self.out = out
         self.bars: list[Bar] = []
+        self._tables: list[dict[str, Any]] = []
+        self._notes: list[str] = []
         self.console = Console(width=None if sys.stdout.isatty() else 130, highlight=False)
         self._origin = origin()
         try:
@@ -100,15 +102,23 @@ class Report:
             raise BenchError(f"cannot write to {out}: {error.strerror}") from error
 
     def say(self, line: str) -> None:
+        """Print a line."""
+        self.console.print(line)
+
+    def note(self, line: str) -> None:
+        """Print what a reader should see in the figures, and keep it with them."""
+        self._notes.append(line)
         self.console.print(line)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """Print rows; floats with three significant digits, None as a dash."""
+        cells = [[show(cell) for cell in row] for row in rows]
+        self._tables.append({"title": title, "columns": list(columns), "rows": cells})
         table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
         for index, column in enumerate(columns):
             table.add_column(column, justify="left" if index == 0 else "right")
-        for row in rows:
-            table.add_row(*(show(cell) for cell in row))
+        for row in cells:
+            table.add_row(*row)
         self.console.print(table)
 
     def at_least(self, what: str, measured: float, bound: float, unit: str = "") -> None:
@@ -118,11 +128,12 @@ class Report:
         self.bars.append(Bar(what, measured, "at most", bound, unit))
 
     def save(self, data: Mapping[str, Any]) -> Path:
-        """Write `<name>.json`: the data's own keys, then "bars" and "meta". Call it for each part that
-        is ready: an interrupted experiment keeps what it has."""
+        """Write `<name>.json`: the data's own keys, then "bars", "tables", "notes" and "meta". Call it
+        for each part that is ready: an interrupted experiment keeps what it has."""
         path = self.out / f"{self.name}.json"
         bars = [asdict(bar) | {"met": bar.met} for bar in self.bars]
-        document = {**data, **({"bars": bars} if bars else {}), "meta": self._origin}
+        shown = {"bars": bars, "tables": self._tables, "notes": self._notes, "meta": self._origin}
+        document = {**data, **shown}
         partial = path.with_suffix(".json.partial")
         partial.write_text(json.dumps(_jsonable(document), indent=1) + "\n")
         partial.replace(path)

@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
             for b, t in sweep.items()
         ],
     )
-    report.say(
+    report.note(
         "What to see: without chunks, every user's answer freezes for the whole prefill of a stranger's "
         "prompt; with chunks, nobody notices, and the stranger waits "
         f"{trials['chunked'].ttft - trials['separate'].ttft:+.2f} s for the first token."

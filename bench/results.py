@@ -1,0 +1,193 @@
+"""Run every experiment and rebuild docs/results.md, its pictures and README's figures from their JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.__main__ import experiments
+from bench.report import REPO, BenchError, Report, show
+
+PAGE = REPO / "docs" / "results.md"
+PICTURES = REPO / "docs" / "pictures"
+README = REPO / "README.md"
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One command of the page, and what it is shown under."""
+
+    title: str
+    experiment: str
+    options: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        return "-".join((self.experiment, *self.options[1:]))
+
+
+ENTRIES = (
+    Entry("Static against continuous batching", "compare"),
+    Entry("Why the gain depends on the variance of output lengths", "compare", ("--sweep", "variance")),
+    Entry("A long prompt among steady decoders", "spike"),
+    Entry("Prompts that arrive together", "prefill"),
+    Entry("Same answer, whatever else runs", "exactness"),
+    Entry("The engine against its own linear layers", "throughput"),
+    Entry("Where a step's time goes", "gap"),
+    Entry("Beside other engines", "peers"),
+    Entry("A KV pool that is too small", "starve"),
+    Entry("Two tenants", "fair"),
+    Entry("Urgent requests", "priority"),
+    Entry("The cost of a plan", "scheduler"),
+    Entry("The cost of watching", "tracing"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    names = ", ".join(entry.key for entry in ENTRIES)
+    parser.add_argument("--only", nargs="*", metavar="NAME", help=f"run these again, of {names}")
+    parser.add_argument("--rebuild", action="store_true", help="run nothing; rebuild from the JSON in --out")
+
+
+def run(args: argparse.Namespace) -> int:
+    report = Report("results", args.out)
+    keys = [entry.key for entry in ENTRIES]
+    for name in args.only or ():
+        if name not in keys:
+            raise BenchError(f"unknown entry {name!r}; choose from {', '.join(keys)}")
+    known = experiments()
+    outcomes: list[tuple[Entry, int, float]] = []
+    if not args.rebuild:
+        for entry in ENTRIES:
+            if entry.experiment in known and (not args.only or entry.key in args.only):
+                report.say(f"\n[bold]{entry.title}[/]")
+                started = time.monotonic()
+                command = [sys.executable, "-m", "bench", entry.experiment, *entry.options]
+                code = subprocess.run([*command, "--out", str(args.out / entry.key)], cwd=REPO).returncode
+                outcomes.append((entry, code, time.monotonic() - started))
+        report.table(
+            "Experiments",
+            ["", "minutes", "outcome"],
+            [[e.key, seconds / 60, OUTCOMES.get(code, f"exit {code}")] for e, code, seconds in outcomes],
+        )
+    documents = _documents(args.out)
+    if not documents:
+        raise BenchError(f"no results in {args.out}")
+    _write_page(documents, args.out)
+    report.say(f"wrote {PAGE.relative_to(REPO)} and {PICTURES.relative_to(REPO)}")
+    if "compare" in documents and BEGIN in README.read_text():
+        _write_readme(documents["compare"])
+        report.say("wrote README.md's figures")
+    report.save({"outcomes": {entry.key: code for entry, code, _ in outcomes}})
+    return max((code for _, code, _ in outcomes), default=0)
+
+
+OUTCOMES = {0: "all bars met", 1: "a bar missed", 2: "did not run"}
+
+
+def _documents(out: Path) -> dict[str, dict[str, Any]]:
+    """The JSON of each entry that has some, by the entry's key."""
+    found = {}
+    for entry in ENTRIES:
+        paths = sorted((out / entry.key).glob("*.json"))
+        plain = [path for path in paths if not path.name.endswith(".trace.json")]
+        if plain:
+            try:
+                found[entry.key] = json.loads(plain[0].read_text())
+            except ValueError as error:
+                raise BenchError(f"{plain[0]} is not JSON: {error}") from error
+    return found
+
+
+def _write_page(documents: dict[str, dict[str, Any]], out: Path) -> None:
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    lines = [
+        "# Results",
+        "",
+        "Every figure here was written by `make results`; nothing is typed by hand. Each section names its",
+        "command, commit, machine and date. Times on a small shared machine drift by some 20 %, so compare",
+        "figures within a section: both sides of a comparison ran in one command.",
+        "",
+    ]
+    for entry in ENTRIES:
+        if entry.key in documents:
+            lines += _section(entry, documents[entry.key], out / entry.key)
+    PAGE.write_text("\n".join(lines).rstrip() + "\n")
+
+
+def _section(entry: Entry, document: dict[str, Any], directory: Path) -> list[str]:
+    meta = document["meta"]
+    machine = meta["machine"]
+    where = ", ".join([machine["cpu"], f"{machine['cores']} cores", machine["vector"], *machine["gpus"]])
+    lines = [
+        f"## {entry.title}",
+        "",
+        f"`{_command(entry)}` at `{meta['commit']}`, {meta['date'][:16].replace('T', ' ')} UTC; {where}, "
+        f"{machine['memory_gib']:.0f} GiB; torch {machine['torch']}, ray {machine['ray']}.",
+        "",
+    ]
+    if document["bars"]:
+        lines += ["| bar | measured | bound | |", "| --- | ---: | ---: | --- |"]
+        lines += [
+            f"| {bar['what']} | {show(bar['measured'])}{bar['unit']} | "
+            f"{bar['relation']} {show(bar['bound'])}{bar['unit']} | {'met' if bar['met'] else '**missed**'} |"
+            for bar in document["bars"]
+        ]
+        lines.append("")
+    for picture in sorted(directory.glob("*.png")):
+        shutil.copyfile(picture, PICTURES / picture.name)
+        lines += [f"![{entry.title}: {picture.stem}](pictures/{picture.name})", ""]
+    for note in document["notes"]:
+        lines += [note, ""]
+    for table in document["tables"]:
+        lines += _markdown(table["title"], table["columns"], table["rows"])
+    return lines
+
+
+def _markdown(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [
+        f"**{title}**",
+        "",
+        f"| {' | '.join(columns)} |",
+        f"| --- {'| ---: ' * (len(columns) - 1)}|",
+        *(f"| {' | '.join(row)} |" for row in rows),
+        "",
+    ]
+
+
+def _write_readme(document: dict[str, Any]) -> None:
+    """The chart and three figures between README's markers."""
+    closed, opened = document["closed"], document["open"]
+    meta = document["meta"]
+    static, continuous = closed["static"], closed["continuous"]
+    sooner = opened["static"]["ttft_p95"] / opened["continuous"]["ttft_p95"]
+    block = [
+        BEGIN,
+        "![Static against continuous batching](docs/pictures/compare.png)",
+        "",
+        f"- **{continuous['tokens_per_s'] / static['tokens_per_s']:.1f}x** the output tokens/s of static "
+        f"batching ({continuous['tokens_per_s']:.0f} against {static['tokens_per_s']:.0f}),",
+        f"- **{continuous['utilization_while_waiting']:.0%}** of the slots' time at work while requests wait "
+        f"(static: {static['utilization_while_waiting']:.0%}),",
+        f"- **{sooner:.0f}x** sooner first token at p95 with arrivals at 70 % of capacity.",
+        "",
+        f"`{_command(ENTRIES[0])}` at `{meta['commit']}` on {meta['machine']['cores']} cores; "
+        "[all results](docs/results.md), [how it works](docs/continuous-batching.md).",
+        END,
+    ]
+    text = README.read_text()
+    before, _, rest = text.partition(BEGIN)
+    README.write_text(before + "\n".join(block) + rest.partition(END)[2])
+
+
+def _command(entry: Entry) -> str:
+    return " ".join(("python -m bench", entry.experiment, *entry.options, "--out DIR"))
