@@ -190,7 +190,7 @@ def run(args: argparse.Namespace) -> int:
         ["mode", "positions", "steps", "prefill chunks", "preemptions", "different"],
         rows,
     )
-    report.say("Every position compares all bits of a logits row and the token chosen from it.")
+    report.note("Every position compares all bits of a logits row and the token chosen from it.")
     report.at_most("different positions", sum(different.values()), 0)
     return report.finish(
         {

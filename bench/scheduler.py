@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     report = Report("scheduler", args.out)
-    report.say(
+    report.note(
         "Expect: every policy far below the bar, and a queue of 100,000 costing about what one of 100 does."
     )
     figures: dict[str, dict[str, dict[str, float]]] = {"plan_us": {}, "plan_us_p95": {}}

@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         ["round", "output tokens/s", "engine s", "linear layers s", "ratio"],
         [(i + 1, *row, ratio) for i, (row, ratio) in enumerate(zip(rows, ratios, strict=True))],
     )
-    report.say(
+    report.note(
         "The ratio is the engine's whole time over that of its matrix products, timed in the same run."
     )
     report.at_most("engine time / linear layers' time", statistics.median(ratios), 1.6, "x")

@@ -175,7 +175,7 @@ def _finish(
     rows = [("unwatched", tokens / statistics.median(seconds["unwatched"]), 1.0, 0)]
     rows += [(f"spans to {k}", tokens / statistics.median(seconds[k]), medians[k], spans[k]) for k in medians]
     report.table("What watching costs", ["", "tokens/s", "median ratio", "spans"], rows)
-    report.say("A ratio of 1 means that watching costs nothing; it is the median over pairs of blocks.")
+    report.note("A ratio of 1 means that watching costs nothing; it is the median over pairs of blocks.")
     with report.chart(size=(9, 4.2)) as (_, axes):
         for height, (kind, values) in enumerate(ratios.items()):
             axes.scatter(values, [height] * len(values), s=70, alpha=0.75)
