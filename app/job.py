@@ -1,0 +1,193 @@
+"""One HTTP request that generates, from its prompts to the last byte of its response."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from app.engine_client import Generation
+from app.openai_api import DONE, ApiError, ChatRequest, CompletionRequest, Envelope, Usage, sse
+from app.responses import (
+    Answer,
+    Choice,
+    Piece,
+    Token,
+    chat_logprobs,
+    completion_logprobs,
+    echoed_tokens,
+    prompt_logprobs,
+)
+from app.text import Tokenizer
+from app.tracing import RequestTrace
+from engine_actor.request import Output
+
+
+class Job:
+    """One HTTP request that generates: its prompts, its sequences, and what they have said so far.
+
+    Sequence `p * n + c` is choice c of prompt p, and the response's choice of that index.
+    """
+
+    def __init__(
+        self,
+        body: ChatRequest | CompletionRequest,
+        envelope: Envelope,
+        tokenizer: Tokenizer,
+        prompts: Sequence[list[int]],
+        trace: RequestTrace,
+    ) -> None:
+        self.body = body
+        self.trace = trace
+        self.envelope = envelope
+        self.tokenizer = tokenizer
+        self.prompts = prompts
+        self.usage = Usage(sum(map(len, prompts)), include_preemptions=body.include_preemptions)
+        self.echo = isinstance(body, CompletionRequest) and body.echo
+        self.silent = self.echo and body.max_tokens == 0
+        """Only the prompt is wanted: the one token the engine must produce is not shown."""
+        self.echoed = [
+            tokenizer.decode(prompt, skip_special_tokens=True) if self.echo else "" for prompt in prompts
+        ]
+        self.choices = [
+            Choice(tokenizer, body.stops, min_tokens=body.min_tokens, offset=len(self.echoed[i // body.n]))
+            for i in range(len(prompts) * body.n)
+        ]
+
+    def prompt_of(self, sequence: int) -> int:
+        """Which prompt a sequence answers."""
+        return sequence // self.body.n
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.body.logprobs is not None and self.body.logprobs is not False
+
+    async def pieces(self, generation: Generation) -> AsyncIterator[tuple[int, Piece, Output]]:
+        """What each output adds to which choice. Raises ApiError if the engine fails a sequence."""
+        async for sequence, output in generation:
+            if output.finish_reason in ("error", "abort"):
+                raise ApiError(500, output.error or "the engine dropped this request", code="engine_error")
+            started = time.perf_counter()
+            piece = self.choices[sequence].push(output)
+            seconds = time.perf_counter() - started
+            self.trace.detokenized(sequence, output, piece.finish_reason, seconds)
+            if self.silent:
+                piece = Piece("", [], output.finish_reason)
+            elif output.sampled is not None:
+                self.usage.completion_tokens += 1
+            self.usage.preemptions[sequence] = output.num_preemptions
+            if piece.finish_reason is not None and output.finish_reason is None:
+                generation.end(sequence)
+            yield sequence, piece, output
+
+    async def answer(self, generation: Generation) -> dict[str, Any]:
+        """The whole response."""
+        answers = [Answer() for _ in self.choices]
+        async for sequence, piece, output in self.pieces(generation):
+            answers[sequence].prompt_scores += output.prompt_scores
+            answers[sequence].add(piece)
+        choices = [self._whole(sequence, answer) for sequence, answer in enumerate(answers)]
+        return self.envelope.body(choices, chunk=False) | {"usage": self.usage.body()}
+
+    async def events(self, generation: Generation) -> AsyncIterator[bytes]:
+        """The response as server-sent events, `data: [DONE]` last; an error ends it early."""
+        options = self.body.stream_options
+        include_usage = options is not None and options.include_usage
+        continuous = options is not None and options.continuous_usage_stats
+
+        def event(choices: list[dict[str, Any]], *, last: bool = False) -> bytes:
+            body = self.envelope.body(choices, chunk=True)
+            if continuous or last:
+                body["usage"] = self.usage.body()
+            elif include_usage:
+                body["usage"] = None
+            return sse(body)
+
+        try:
+            for choice in self._openings():
+                yield event([choice])
+            async for sequence, piece, output in self.pieces(generation):
+                for choice in self._chunks(sequence, piece, output):
+                    yield event([choice])
+            if include_usage:
+                yield event([], last=True)
+            yield DONE
+        except ApiError as error:
+            yield sse(error.body())
+
+    def _whole(self, sequence: int, answer: Answer) -> dict[str, Any]:
+        prompt = self.prompt_of(sequence)
+        if isinstance(self.body, ChatRequest):
+            logprobs = chat_logprobs(self.tokenizer, answer.tokens) if self.wants_logprobs else None
+            message: dict[str, Any] = {
+                "role": "assistant",
+                "content": answer.text,
+                "refusal": None,
+                "annotations": [],
+            }
+            choice = {"index": sequence, "message": message, "logprobs": logprobs}
+        else:
+            tokens = self._with_echo(sequence, answer.tokens, answer.prompt_scores)
+            logprobs = completion_logprobs(self.tokenizer, tokens) if self.wants_logprobs else None
+            choice = {"text": self.echoed[prompt] + answer.text, "index": sequence, "logprobs": logprobs}
+        choice["finish_reason"] = answer.finish_reason
+        if self.body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(self.tokenizer, answer.prompt_scores)
+        return choice
+
+    def _openings(self) -> list[dict[str, Any]]:
+        """What a chat stream says before the first token: each choice's role."""
+        if not isinstance(self.body, ChatRequest):
+            return []
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        return [
+            {"index": i, "delta": delta, "logprobs": None, "finish_reason": None}
+            for i in range(len(self.choices))
+        ]
+
+    def _chunks(self, sequence: int, piece: Piece, output: Output) -> list[dict[str, Any]]:
+        """The chunks of one piece; none while it is all held back."""
+        if isinstance(self.body, ChatRequest):
+            chunks = []
+            if piece.text or piece.tokens:
+                logprobs = chat_logprobs(self.tokenizer, piece.tokens) if self.wants_logprobs else None
+                chunks.append(_delta(sequence, {"content": piece.text}, logprobs, None))
+            if piece.finish_reason is not None:
+                chunks.append(_delta(sequence, {}, None, piece.finish_reason))
+            return chunks
+        text, tokens = piece.text, piece.tokens
+        if output.index == 0 and self.echo:
+            text = self.echoed[self.prompt_of(sequence)] + text
+            tokens = self._with_echo(sequence, tokens, output.prompt_scores)
+        if not (text or tokens or piece.finish_reason):
+            return []
+        logprobs = completion_logprobs(self.tokenizer, tokens) if self.wants_logprobs else None
+        return [{"text": text, "index": sequence, "logprobs": logprobs, "finish_reason": piece.finish_reason}]
+
+    def _with_echo(self, sequence: int, tokens: list[Token], scores: Sequence[Any]) -> list[Token]:
+        if not (self.echo and self.wants_logprobs):
+            return tokens
+        return echoed_tokens(self.tokenizer, self.prompts[self.prompt_of(sequence)], scores) + tokens
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events that drop their generation however the connection ends."""
+
+    def __init__(self, job: Job, generation: Generation) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", "X-Request-Id": job.envelope.id}
+        super().__init__(job.events(generation), media_type="text/event-stream", headers=headers)
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See Response. The generator's own `finally` would not run if it had never been started."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._generation.close()
+
+
+def _delta(index: int, delta: dict[str, Any], logprobs: object, finish_reason: str | None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
