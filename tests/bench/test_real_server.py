@@ -1,0 +1,58 @@
+"""The client, the trace and Locust against a real `serve run` with the real model."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench import client, observed, workload
+from bench.client import Server
+from bench.report import REPO
+from bench.serving import served
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with served({"max_num_seqs": 4, "max_len": 256}) as running:
+        yield Server(running.url)
+
+
+def test_a_workload_gets_all_its_tokens_and_the_trace_tells_its_steps(server: Server, tmp_path: Path) -> None:
+    load = workload.preset("smoke")
+    run = client.drive(server, load)
+    assert run.errors == []
+    assert [len(t.token_times) for t in run.requests] == [i.output_tokens for i in load.items]
+    seen = observed.fetch(server, run.started, run.ended, seconds=120, save=tmp_path / "trace.json")
+    assert seen.slots == 4
+    assert len(seen.steps) >= max(item.output_tokens for item in load.items)
+    utilization = seen.utilization()
+    assert utilization is not None
+    assert 0.3 < utilization <= 1
+    assert any(step.waiting for step in seen.steps)
+
+
+def test_locust_streams_and_counts_every_token(server: Server, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "locust", "-f", "locustfile.py", "--headless", "--host", server.url),
+            *("--users", "6", "--spawn-rate", "100", "--only-summary", "--preset", "smoke"),
+            *("--requests", "16", "--cancel", "0.25", "--json-file", str(tmp_path / "stats")),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=REPO,
+    )
+    assert done.returncode == 0, done.stderr
+    outcome = re.search(r"(\d+) answers complete, (\d+) cancelled, 0 failed", done.stdout)
+    assert outcome is not None, done.stdout
+    assert int(outcome[1]) + int(outcome[2]) == 16
+    entries = {entry["name"]: entry for entry in json.loads((tmp_path / "stats.json").read_text())}
+    assert entries["TTFT"]["num_requests"] == 16
+    assert entries["ITL"]["num_requests"] > 16
