@@ -29,7 +29,7 @@ export class Grid {
   }
 
   rowHeight(store) {
-    return Math.max(4, Math.min(18, Math.floor(330 / store.slots)));
+    return Math.max(4, Math.min(24, Math.floor(320 / store.slots)));
   }
 
   // Draws the steps up to and including index `right`.

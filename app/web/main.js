@@ -17,6 +17,8 @@ let paused = false;
 // When paused: number of the step at the right edge. Steps may leave the store meanwhile.
 let shown = null;
 let selected = null;
+// Id of the request sent from this page, until it shows up in an engine; "" once it has.
+let sent = "";
 let dirty = true;
 
 const charts = new Charts();
@@ -51,9 +53,20 @@ function onMessage(message) {
   const store = stores.get(message.engine);
   if (!store) return;
   for (const step of message.steps) store.add(step);
+  if (sent && store.requests.has(sent)) followSent(store);
   store.now = message.now;
   store.queue = message.queue;
   dirty = true;
+}
+
+// The prompt sent from here has reached an engine, maybe another than the one on screen.
+function followSent(store) {
+  if (store !== current) {
+    current = store;
+    showFacts();
+  }
+  select(sent);
+  sent = "";
 }
 
 function showFacts() {
@@ -298,13 +311,14 @@ $("prompt-form").addEventListener("submit", async (event) => {
   answer.textContent = "";
   answer.classList.remove("bad");
   $("send").disabled = true;
+  sent = null;
   if (paused) resume();
   try {
     await sendPrompt({
       prompt: $("prompt").value,
       maxTokens: Number($("max-tokens").value),
       model: hello?.model,
-      onId: (id) => { if (selected !== id) followRequest(id); },
+      onId: (id) => { sent ??= id; },
       onText: (text) => { answer.textContent += text; },
     });
   } catch (error) {
@@ -314,17 +328,6 @@ $("prompt-form").addEventListener("submit", async (event) => {
     $("send").disabled = false;
   }
 });
-
-// With several engines the request may run in another than the one on screen.
-function followRequest(id) {
-  for (const store of stores.values()) {
-    if (store !== current && store.requests.has(id)) {
-      current = store;
-      showFacts();
-    }
-  }
-  select(id);
-}
 
 $("trace").addEventListener("click", async () => {
   const response = await fetch("trace?seconds=120", authorized());

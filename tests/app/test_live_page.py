@@ -11,7 +11,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from app.openai_api import ApiError
-from tests.chromium import Page, chromium_missing, open_page
+from bench.chromium import Page, chromium_missing, open_page
 from tests.observed import ObservedServer, RunningEngine, observed_server, offer_load
 
 pytestmark = pytest.mark.skipif(bool(chromium_missing()), reason=chromium_missing() or "-")

@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from selenium.webdriver.common.by import By
 
-from tests.chromium import chromium_missing, open_page
+from bench.chromium import chromium_missing, open_page
 from tests.engine_actor.test_chrome_trace import check_nesting
 from tests.otlp_receiver import ReceivedSpan, Receiver, otlp_receiver
 from tests.serving import Server, served

@@ -1,4 +1,4 @@
-"""Headless Chromium for tests of the live page, and what the tests read off it."""
+"""Headless Chromium for tests and pictures of the live page, and what they read off it."""
 
 from __future__ import annotations
 
