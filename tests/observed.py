@@ -75,12 +75,13 @@ class RunningEngine:
         *,
         mode: Mode = "chunked",
         slots: int = 16,
+        kv_budget: int = 2560,
         step_seconds: float = 0.0,
         row_seconds: float = 0.0,
     ) -> None:
         model = TimedModel(step_seconds, row_seconds)
         kv = fake_kv(num_slots=slots, max_len=1024, poison=False)
-        self.engine = Engine(model, kv, Fcfs(), mode=mode, max_step_tokens=slots + 48, kv_budget=slots * 160)
+        self.engine = Engine(model, kv, Fcfs(), mode=mode, max_step_tokens=slots + 48, kv_budget=kv_budget)
         self.info = {"engine": name, "mode": mode, "policy": "fcfs", "slots": slots}
         self.telemetry = Telemetry(name, EngineMetrics(name, {"mode": mode}), None, policy="fcfs")
         self.view = LocalView(name, self.telemetry)

@@ -164,6 +164,7 @@ function slowly(step, live) {
   $("now-ttft").textContent = milliseconds(now.ttft);
   $("now-itl").textContent = milliseconds(now.itl);
   queue(paused && step ? step.queue : current.queue);
+  memory(step);
   table(step);
 }
 
@@ -202,6 +203,13 @@ function queue(waiting) {
   }
   target.replaceChildren(list);
   if (entries.length > 12) target.append(`and ${entries.length - 12} more tenants`);
+}
+
+// Free slots with waiting requests beside them mean that this is full.
+function memory(step) {
+  const share = step?.kv_budget ? Math.min(1, step.kv_tokens / step.kv_budget) : 0;
+  $("memory").style.width = `${100 * share}%`;
+  $("memory-text").textContent = step ? `${step.kv_tokens.toLocaleString("en")} of ${step.kv_budget.toLocaleString("en")} tokens` : "";
 }
 
 function table(step) {
