@@ -44,7 +44,7 @@ COLOURS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--docs", action="store_true", help="copy the pictures into docs/images")
+    parser.add_argument("--docs", action="store_true", help="copy the pictures into docs/pictures")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -83,11 +83,11 @@ def run(args: argparse.Namespace) -> int:
         ],
     )
     if args.docs:
-        images = REPO / "docs" / "images"
-        images.mkdir(parents=True, exist_ok=True)
+        pictures = REPO / "docs" / "pictures"
+        pictures.mkdir(parents=True, exist_ok=True)
         for picture in args.out.glob("observe-*.png"):
-            shutil.copy(picture, images / picture.name)
-        report.say(f"copied the pictures to {images}")
+            shutil.copy(picture, pictures / picture.name)
+        report.say(f"copied the pictures to {pictures}")
     return report.finish({"slowest": vars(slow), "slowest_in_spans": vars(again)})
 
 

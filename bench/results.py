@@ -49,6 +49,7 @@ ENTRIES = (
     Entry("Urgent requests", "priority"),
     Entry("The cost of a plan", "scheduler"),
     Entry("The cost of watching", "tracing"),
+    Entry("The cost of an open page", "watching"),
 )
 
 

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
             for s in slowest
         ],
     )
-    report.say(
+    report.note(
         "Many prefill rows in a slow step: a long prompt held everyone up; a smaller max_step_tokens or "
         "mode chunked spreads it out."
     )

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     ratio = statistics.median(ratios)
     rows = [[kind, statistics.median(values), min(values), max(values)] for kind, values in rates.items()]
     report.table("Tokens/s with a page open and without", ["", "median", "lowest", "highest"], rows)
-    report.say("A ratio of 1 means that looking costs nothing; it is the median over pairs of windows.")
+    report.note("A ratio of 1 means that looking costs nothing; it is the median over pairs of windows.")
     report.at_least("tokens/s watched / unwatched", ratio, BAR)
     return report.finish({"ratio": ratio, "ratios": ratios, "tokens_per_s": rates})
 
