@@ -38,6 +38,8 @@ ITEM_QUERIES = 24
 """Queries of one work item: they share the keys and values in the cache."""
 VALUE_KEYS = 64
 """Keys whose values are summed before the next tile; they fit the first-level cache."""
+ALONE = 32_768
+"""Floats that one thread handles sooner than a second one wakes up to help."""
 
 # NaN and infinity go through instead of raising: the sampler reports them with the row's number.
 _kernel: Any = njit(nogil=True, cache=True, error_model="numpy")
@@ -191,28 +193,42 @@ def _inverse_rms(x: F32, eps: np.float32, lanes: F32) -> np.float32:
     return np.float32(1.0) / np.sqrt(_combine(lanes) / np.float32(len(x)) + eps)
 
 
+@_kernel
+def _add_rms_norm_row(x: F32, delta: F32, weight: F32, eps: np.float32, out: F32) -> None:
+    for i in range(len(x)):
+        x[i] += delta[i]
+    scale = _inverse_rms(x, eps, np.empty(LANES, np.float32))
+    for i in range(len(x)):
+        out[i] = x[i] * scale * weight[i]
+
+
 @_parallel_kernel
 def add_rms_norm(x: F32, delta: F32, weight: F32, eps: np.float32, out: F32) -> None:
     """x += delta; out = x / rms(x) * weight, row by row. x, delta, out: [rows, width]."""
-    for row in prange(x.shape[0]):
-        lanes = np.empty(LANES, np.float32)
-        for i in range(x.shape[1]):
-            x[row, i] += delta[row, i]
-        scale = _inverse_rms(x[row], eps, lanes)
-        for i in range(x.shape[1]):
-            out[row, i] = x[row, i] * scale * weight[i]
+    if x.size <= ALONE:
+        for row in range(len(x)):
+            _add_rms_norm_row(x[row], delta[row], weight, eps, out[row])
+    else:
+        for row in prange(len(x)):
+            _add_rms_norm_row(x[row], delta[row], weight, eps, out[row])
+
+
+@_kernel
+def _silu_mul_row(gate: F32, up: F32, out: F32) -> None:
+    for i in range(len(out)):
+        out[i] = gate[i] / (np.float32(1.0) + _exp(-gate[i])) * up[i]
 
 
 @_parallel_kernel
 def silu_mul(gate_up: F32, out: F32) -> None:
     """out = silu(gate) * up. gate_up: [rows, 2 * width], gate first; out: [rows, width]."""
     width = out.shape[1]
-    for row in prange(out.shape[0]):
-        gate = gate_up[row, :width]
-        up = gate_up[row, width:]
-        to = out[row]
-        for i in range(width):
-            to[i] = gate[i] / (np.float32(1.0) + _exp(-gate[i])) * up[i]
+    if out.size <= ALONE:
+        for row in range(len(out)):
+            _silu_mul_row(gate_up[row, :width], gate_up[row, width:], out[row])
+    else:
+        for row in prange(len(out)):
+            _silu_mul_row(gate_up[row, :width], gate_up[row, width:], out[row])
 
 
 @_kernel
@@ -375,6 +391,25 @@ def _attend_item(
             out[row, at + d] = sums[sum_at + m * width + d] / total[m]
 
 
+@_kernel
+def _store_row(
+    qkv: F32, q_norm: F32, k_norm: F32, eps: np.float32, cos: F32, sin: F32, scale: np.float32,
+    position: int, keys: F32, values: F32, q: F32, row: int,
+) -> None:  # fmt: skip
+    """Normalise and rotate one row's heads; its queries go to q, its keys and values to its slot."""
+    kv_heads, _, group, head_dim = q.shape
+    lanes = np.empty(LANES, np.float32)
+    for h in range(kv_heads):
+        for g in range(group):
+            at = (h * group + g) * head_dim
+            _head(qkv[at : at + head_dim], q_norm, eps, cos, sin, scale, q[h, row, g], 1, lanes)
+        at = (kv_heads * group + h) * head_dim
+        block = keys[h, position // LANES].reshape(-1)[position % LANES :]
+        _head(qkv[at : at + head_dim], k_norm, eps, cos, sin, np.float32(1.0), block, LANES, lanes)
+        at += kv_heads * head_dim
+        values[h, position, :head_dim] = qkv[at : at + head_dim]
+
+
 @_parallel_kernel
 def attend(
     qkv: F32, q_norm: F32, k_norm: F32, eps: np.float32, cos: F32, sin: F32, scale: np.float32,
@@ -393,20 +428,18 @@ def attend(
     width = values.shape[3]
     flat_q, flat_keys, flat_values = q.reshape(-1), keys.reshape(-1), values.reshape(-1)
     flat_scores, flat_sums = scores.reshape(-1), sums.reshape(-1)
-    one = np.float32(1.0)
-    for row in prange(rows):
-        lanes = np.empty(LANES, np.float32)
-        position, slot = positions[row], slots[row]
-        c, s = cos[position], sin[position]
-        for h in range(kv_heads):
-            for g in range(group):
-                at = (h * group + g) * head_dim
-                _head(qkv[row, at : at + head_dim], q_norm, eps, c, s, scale, q[h, row, g], 1, lanes)
-            at = (kv_heads * group + h) * head_dim
-            block = keys[slot, h, position // LANES].reshape(-1)[position % LANES :]
-            _head(qkv[row, at : at + head_dim], k_norm, eps, c, s, one, block, LANES, lanes)
-            at += kv_heads * head_dim
-            values[slot, h, position, :head_dim] = qkv[row, at : at + head_dim]
+    if qkv.size <= ALONE:
+        for row in range(rows):
+            p, slot = positions[row], slots[row]
+            _store_row(
+                qkv[row], q_norm, k_norm, eps, cos[p], sin[p], scale, p, keys[slot], values[slot], q, row
+            )
+    else:
+        for row in prange(rows):
+            p, slot = positions[row], slots[row]
+            _store_row(
+                qkv[row], q_norm, k_norm, eps, cos[p], sin[p], scale, p, keys[slot], values[slot], q, row
+            )
     key_head, value_head = keys[0, 0].size, values[0, 0].size
     for worker in prange(len(bounds) - 1):
         lanes = np.empty(LANES, np.float32)
