@@ -73,7 +73,9 @@ class _Figure:
 class EngineMetrics:
     """Not thread-safe but for `families`: one thread records."""
 
-    def __init__(self, engine: str, info: Mapping[str, str], mirror: Mirror | None = None) -> None:
+    def __init__(
+        self, engine: str, info: Mapping[str, str], mirror: Mirror | None = None, *, slots: int = 0
+    ) -> None:
         self._registry = CollectorRegistry()
         self._engine = engine
         self._mirror = mirror
@@ -113,8 +115,9 @@ class EngineMetrics:
         self.kv_tokens = gauge("kv_tokens", "Tokens whose keys and values are cached.")
         self.kv_budget = gauge("kv_budget_tokens", "Tokens that may be cached at once.")
         self.info = gauge("engine_info", "Always 1; the labels say what runs here.", *info)
-        self.info.set(1, **info)
         self._labels = dict(info)
+        self._slots = slots
+        self.gauge_all(None, {})
 
     def tenant(self, name: str) -> str:
         """The label for a tenant: its name, or `other` once there are too many."""
@@ -140,10 +143,11 @@ class EngineMetrics:
             by_label[label] = by_label.get(label, 0) + count
         for label, count in by_label.items():
             self.waiting.set(count, tenant=label)
-        if record is not None:
-            self.running.set(record.running)
-            self.free_slots.set(record.free_slots)
-            self.kv_tokens.set(record.kv_tokens)
+        self.slots.set(self._slots)
+        self.running.set(record.running if record else 0)
+        self.free_slots.set(record.free_slots if record else self._slots)
+        self.kv_tokens.set(record.kv_tokens if record else 0)
+        if record:
             self.kv_budget.set(record.kv_budget)
 
     def families(self) -> list[Metric]:

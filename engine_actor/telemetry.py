@@ -342,7 +342,8 @@ class Telemetry:
 
 def open_telemetry(name: str, config: TelemetryConfig) -> Telemetry:
     """The telemetry of an engine that runs as a Ray actor, exporting as the environment says."""
-    metrics = EngineMetrics(name, {"version": config.version, **config.labels}, ray.util.metrics)
+    info = {"version": config.version, **config.labels}
+    metrics = EngineMetrics(name, info, ray.util.metrics, slots=config.slots)
     policy = config.labels.get("policy", "")
     sink = open_sink(name, config)
     return Telemetry(name, metrics, sink, policy=policy, link_all_steps=config.trace_all_steps)

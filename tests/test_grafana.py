@@ -41,4 +41,7 @@ def test_every_query_names_metrics_and_labels_that_exist() -> None:
 def test_every_metric_but_its_plumbing_is_on_the_dashboard() -> None:
     text = DASHBOARD.read_text()
     families = {family.name for family in EngineMetrics("engine-0", INFO).families()}
-    assert {name for name in families if name not in text} <= {"slotserve_slots", "slotserve_spans_exported"}
+    assert {name for name in families if name not in text} <= {
+        "slotserve_spans_exported",
+        "slotserve_slots_free",
+    }

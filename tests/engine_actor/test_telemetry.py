@@ -45,7 +45,7 @@ class Watched:
         self.engine = engine
         self.telemetry = Telemetry(
             "0",
-            EngineMetrics("0", INFO),
+            EngineMetrics("0", INFO, slots=engine.kv.num_slots),
             self.sink,
             policy="fcfs",
             **options,  # type: ignore[arg-type]
@@ -257,6 +257,7 @@ def test_metrics_count_what_happened() -> None:
         assert subject.metric('slotserve_step_seconds_count{engine="0"}') == 6
         assert subject.metric('slotserve_step_phase_seconds_count{engine="0",phase="decode"}') == 6
         assert subject.metric('slotserve_slots_free{engine="0"}') == 2
+        assert subject.metric('slotserve_slots{engine="0"}') == 2
         assert subject.metric('slotserve_kv_budget_tokens{engine="0"}') == 128
         assert (
             subject.metric('slotserve_engine_info{engine="0",mode="chunked",policy="fcfs",version="1"}') == 1
@@ -281,6 +282,12 @@ def test_preemptions_recompute_and_aborts_are_counted() -> None:
         subject.telemetry.flush()
         assert subject.metric('slotserve_aborts_total{engine="0",tenant="t"}') == 1
         assert subject.telemetry.waiting() == {}
+
+
+def test_an_engine_that_has_not_stepped_shows_free_slots() -> None:
+    text = exposition([EngineMetrics("0", INFO, slots=4).families()]).decode()
+    assert 'slotserve_slots_free{engine="0"} 4.0' in text
+    assert 'slotserve_requests_running{engine="0"} 0.0' in text
 
 
 def test_tenant_labels_are_bounded() -> None:
