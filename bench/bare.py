@@ -139,7 +139,7 @@ def drive(
 
 def warm_up(model: Transformer) -> None:
     """Run one short workload, so that nothing compiles while a clock is watched."""
-    drive(build(model, slots=4, max_len=128), preset("smoke"))
+    drive(build(model, slots=4, max_len=128), preset("smoke", vocab=model.vocab_size))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -29,6 +29,8 @@ MAX_LEN = 256
 STEP_TOKENS = 32
 """A low budget keeps steps short while those who were displaced recompute."""
 STEPS = 3
+FIRST_URGENT = 2.0
+"""Seconds until every slot is taken."""
 BACKGROUND = 2
 """Requests in the background for each urgent one."""
 
@@ -56,7 +58,7 @@ def crowd(urgent: int, every: float, vocab: int) -> Workload:
         vocab=vocab,
     )
     rushed = build(Shape(urgent, HeavyTail(32, 0.1, 32, 32), HeavyTail(4, 0.1, 4, 4)), seed=1, vocab=vocab)
-    times = 2.0 + arrivals(urgent, 1 / every, burstiness=0.5, seed=2)
+    times = FIRST_URGENT + arrivals(urgent, 1 / every, burstiness=0.5, seed=2)
     items = [
         replace(item, id=f"urgent{index}", arrival=float(time))
         for index, (item, time) in enumerate(zip(rushed.items, times, strict=True))

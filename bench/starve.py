@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     total = work.output_tokens * (1 + len(POLICIES) * len(POOLS))
     with report.progress("starve", total) as advance:
         free, answers = drive(model, work, "fcfs", None, advance)
-        need = max(record.kv_tokens for record in free.records)
+        need = max(sum(span.start + span.tokens for span in record.spans) for record in free.records)
         largest = max(len(item.prompt) + item.output_tokens for item in work.items)
         data |= {"need_kv_tokens": need, "recompute": recompute_cost(model)}
         for policy in POLICIES:

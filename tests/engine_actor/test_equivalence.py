@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from bench import starve
 from bench.exactness import random_requests, run_alone, run_busy
 from engine_actor.scheduler import Mode
 from model.loader import load_model
 from model.transformer import Transformer
+from policies import POLICIES
 from tests.model.test_transformer import VARIANTS, save_random_model
 
 MODES: tuple[Mode, ...] = ("chunked", "batched", "separate")
@@ -45,6 +47,18 @@ def test_random_models(variant: str, tmp_path: Path) -> None:
 
 def test_the_packaged_model() -> None:
     assert_company_changes_nothing(load_model(device="cpu"), requests=6, prompt=40, output=10)
+
+
+def test_a_starved_pool_changes_nothing_under_any_policy(tmp_path: Path) -> None:
+    save_random_model(tmp_path, "llama")
+    model = load_model(tmp_path, device="cpu")
+    work = starve.crowd(10, model.vocab_size)
+    _, unstarved = starve.drive(model, work, "fcfs", None, ignore)
+    assert len(unstarved.tokens) == len(unstarved.digests) == work.output_tokens
+    for policy in POLICIES:
+        run, starved = starve.drive(model, work, policy, 96, ignore)
+        assert unstarved.differs_at(starved) == []
+        assert sum(t.preemptions for t in run.requests) > 0
 
 
 def test_one_changed_token_is_one_difference(tmp_path: Path) -> None:
