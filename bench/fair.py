@@ -103,9 +103,10 @@ def run(args: argparse.Namespace) -> int:
     model = bare.load(args.model)
     bare.warm_up(model)
     both, alone = crowd(args.flood, model.vocab_size)
-    report.say(
-        f"{both}.\nExpect: under fcfs B waits behind A's whole flood; under fair it is served within a few "
-        "steps, as if A were hardly there, and the machine does as much work as before."
+    report.say(str(both))
+    report.note(
+        "What to see: under fcfs B waits behind A's whole flood; under fair it is next whenever a slot comes "
+        "free, and the machine does as much work as before."
     )
     with report.progress("B alone", alone.output_tokens) as advance:
         quiet, _ = _drive(model, alone, "fcfs", advance)

@@ -87,9 +87,11 @@ def run(args: argparse.Namespace) -> int:
     bare.warm_up(model)
     work = crowd(args.urgent, args.every, model.vocab_size)
     report.say(
-        f"{args.urgent} urgent requests into {SLOTS} slots that {BACKGROUND * args.urgent} others keep full."
-        "\nExpect: an urgent first token within a few steps where displacement is allowed, and after "
-        "somebody has finished where it is not."
+        f"{args.urgent} urgent requests into {SLOTS} slots that {BACKGROUND * args.urgent} others keep full"
+    )
+    report.note(
+        "What to see: with displacement an urgent request has its first token within a few steps; without, "
+        "after somebody has finished."
     )
     sample = next(item for item in work.items if item.id == "urgent0")
     own_prefill = prefill_alone(model, sample)

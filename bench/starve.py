@@ -68,9 +68,10 @@ def run(args: argparse.Namespace) -> int:
     model = bare.load(args.model)
     bare.warm_up(model)
     work = crowd(args.requests, model.vocab_size)
-    report.say(
-        f"{work}.\nExpect: the smaller the pool, the longer the queue and the more is computed twice; "
-        "all complete, none differs."
+    report.say(str(work))
+    report.note(
+        "What to see: the smaller the pool, the longer the queue and the more is computed twice; yet all "
+        "complete, and no bit of any answer differs."
     )
     data: dict[str, Any] = {"runs": []}
     total = work.output_tokens * (1 + len(POLICIES) * len(POOLS))
@@ -173,7 +174,7 @@ def _table(report: Report, data: dict[str, Any]) -> None:
         rows,
     )
     cost = data["recompute"]
-    report.say(
+    report.note(
         f"A forgotten token costs {1e3 * cost['seconds_per_token']:.2f} ms to compute again. Its KV is "
         f"{cost['kv_bytes_per_token'] / 1024:.0f} KiB, which this machine's memory copies out and back in "
         f"{1e3 * cost['copy_seconds_per_token']:.3f} ms."
