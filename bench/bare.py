@@ -86,11 +86,10 @@ def build(
     max_step_tokens: int | None = None,
     kv_budget: int | None = None,
 ) -> Engine:
-    """A fresh engine with its own KV around a loaded model."""
+    """A fresh engine with its own KV around a loaded model; fcfs unless told otherwise."""
+    policy = Fcfs() if policy is None else policy  # a policy with an empty queue is falsy
     kv = model.new_kv(num_slots=slots, max_len=max_len)
-    return Engine(
-        model, kv, policy or Fcfs(), mode=mode, max_step_tokens=max_step_tokens, kv_budget=kv_budget
-    )
+    return Engine(model, kv, policy, mode=mode, max_step_tokens=max_step_tokens, kv_budget=kv_budget)
 
 
 def drive(
