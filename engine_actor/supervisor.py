@@ -55,8 +55,8 @@ class Supervisor:
         self._telemetry = telemetry
         self._num_engines = num_engines
         self._alive: list[Incarnation | None] = [None] * num_engines
-        self._failures: dict[int, str] = {}
-        """Why the engines that could not be built could not."""
+        self._failures: list[str | None] = [None] * num_engines
+        """Why an engine could not be built, if that is how its last life ended."""
         self._changed = asyncio.Condition()
         self._watches = [asyncio.ensure_future(self._watch(index)) for index in range(num_engines)]
 
@@ -70,34 +70,55 @@ class Supervisor:
                 alive = self._alive[index]
                 if alive is not None:
                     return alive
-                if index in self._failures:
-                    raise EngineFailedError(self._failures[index])
+                if (failure := self._failures[index]) is not None:
+                    raise EngineFailedError(failure)
                 await self._changed.wait()
 
+    def check_health(self) -> None:
+        """Serve's question. Raises, and so is started again, if an engine is no longer watched."""
+        for watch in self._watches:
+            if watch.done():
+                raise RuntimeError("an engine is no longer watched") from watch.exception()
+
     async def _watch(self, index: int) -> None:
+        """Start engine `index` again whenever it dies."""
         backoff = 1.0
         while True:
             started = time.monotonic()
-            actor = None
             try:
                 actor = self._start(index)
-                info: EngineInfo = await actor.ready.remote()
-                await self._announce(index, actor, info)
-                await actor.lifetime.remote()
-            except RayTaskError as error:
-                log.error("engine %d could not be built: %s", index, error.cause)
-                await self._fail(index, error)
-            except (RayActorError, ValueError) as error:
-                # ValueError: the name still belongs to the life before; it will be free in a moment.
-                log.error("engine %d is gone, starting it again: %s", index, error)
-            async with self._changed:
-                self._alive[index] = None
-            if actor is not None:
+            except ValueError:
+                # The name still belongs to the life before; it will be free in a moment.
+                log.info("engine %d has not left yet", index)
+            else:
+                await self._live(index, actor)
                 ray.kill(actor)
             if time.monotonic() - started > STEADY_SECONDS:
                 backoff = 1.0
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, MAX_BACKOFF_SECONDS)
+
+    async def _live(self, index: int, actor: ActorHandle) -> None:
+        """One life: return when it is over, or when it could not begin."""
+        try:
+            info: EngineInfo = await actor.ready.remote()
+        except (RayTaskError, RayActorError) as error:
+            reason = error.cause if isinstance(error, RayTaskError) else error
+            log.error("engine %d could not be built: %s", index, reason)
+            await self._change(index, None, f"engine {index} could not be built: {reason}")
+            return
+        await self._change(index, Incarnation(f"engine-{index}", actor, info))
+        try:
+            await actor.lifetime.remote()
+        except RayActorError as error:
+            log.error("engine %d is gone, starting it again: %s", index, error)
+        await self._change(index, None)
+
+    async def _change(self, index: int, alive: Incarnation | None, failure: str | None = None) -> None:
+        async with self._changed:
+            self._alive[index] = alive
+            self._failures[index] = failure
+            self._changed.notify_all()
 
     def _start(self, index: int) -> ActorHandle:
         threads = self._config.threads or self._thread_share()
@@ -120,14 +141,3 @@ class Supervisor:
         """Threads of an engine when those of one node share its cores."""
         nodes: int = sum(node["Alive"] for node in ray.nodes())
         return max(1, len(os.sched_getaffinity(0)) // math.ceil(self._num_engines / nodes))
-
-    async def _announce(self, index: int, actor: ActorHandle, info: EngineInfo) -> None:
-        async with self._changed:
-            self._failures.pop(index, None)
-            self._alive[index] = Incarnation(f"engine-{index}", actor, info)
-            self._changed.notify_all()
-
-    async def _fail(self, index: int, error: RayTaskError) -> None:
-        async with self._changed:
-            self._failures[index] = f"engine {index} could not be built: {error.cause}"
-            self._changed.notify_all()
