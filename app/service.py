@@ -154,6 +154,7 @@ class Service:
             if status is None
             else {
                 "state": "stalled" if status.stalled >= self.settings.stall_seconds else "up",
+                "pid": self.client.engines()[name][1].pid,
                 "steps": status.steps,
                 "running": status.running,
                 "waiting": status.waiting,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -55,6 +56,8 @@ class EngineInfo:
     slots: int
     mode: str
     policy: str
+    pid: int = field(default_factory=os.getpid)
+    """Of the engine's process; it changes when the engine is started again."""
 
 
 @dataclass(frozen=True, slots=True)
