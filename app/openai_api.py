@@ -87,7 +87,7 @@ class _Generate(BaseModel):
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
     n: int = Field(1, ge=1)
-    stop: str | list[str] | None = None
+    stop: list[str] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -154,7 +154,7 @@ class _Generate(BaseModel):
 
     @property
     def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return self.stop or []
 
     def sampling(
         self,
@@ -195,6 +195,9 @@ class _Generate(BaseModel):
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
+_EMPTY_IN_ANSWERS = ("refusal", "annotations", "audio", "tool_calls", "function_call")
+
+
 class Message(BaseModel):
     """One turn: a role and text, given as a string or as text parts."""
 
@@ -203,6 +206,14 @@ class Message(BaseModel):
     role: str
     content: str
     name: ShortText | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty_fields(cls, data: object) -> object:
+        # A client sends back the answer it was given, which has these fields even where they say nothing.
+        if not isinstance(data, dict):
+            return data
+        return {key: value for key, value in data.items() if value or key not in _EMPTY_IN_ANSWERS}
 
     @field_validator("role")
     @classmethod

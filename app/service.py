@@ -228,7 +228,7 @@ class Service:
         limit = self.settings.max_body_bytes
         declared = http.headers.get("content-length", "")
         parts: list[bytes] = []
-        size = int(declared) if declared.isdigit() else 0
+        size = int(declared) if declared.isdecimal() else 0
         if size <= limit:
             size = 0
             async for part in http.stream():

@@ -191,6 +191,22 @@ def test_the_official_client_reads_both_endpoints(tokenizer: Tokenizer) -> None:
     scenario(work, tokenizer)
 
 
+def test_a_conversation_goes_on_with_the_answer_as_it_came(tokenizer: Tokenizer) -> None:
+    async def work(s: Site) -> None:
+        options: dict[str, Any] = {"model": MODEL, "max_tokens": 6, "seed": 1}
+        answer = (await s.openai.chat.completions.create(messages=HELLO, **options)).choices[0].message
+        again = [{"role": "user", "content": "And then?"}]
+        turns: Any = [*HELLO, answer, *again]
+        second = await s.openai.chat.completions.create(messages=turns, **options)
+        plain: Any = [*HELLO, {"role": "assistant", "content": answer.content}, *again]
+        same = await s.openai.chat.completions.create(messages=plain, **options)
+        assert second.choices[0].message.content == same.choices[0].message.content
+        empty = [{**HELLO[0], "audio": None, "tool_calls": [], "function_call": None}]
+        assert (await s.post("/v1/chat/completions", messages=empty, max_tokens=1)).status_code == 200
+
+    scenario(work, tokenizer)
+
+
 def test_completions_take_all_four_forms_of_prompt(tokenizer: Tokenizer) -> None:
     async def work(s: Site) -> None:
         texts = ["One day", "Two"]
@@ -334,7 +350,7 @@ def test_tokenize_and_detokenize(tokenizer: Tokenizer) -> None:
         ("messages[0].content", {"messages": [{"role": "user", "content": 3}]}),
         ("messages[0].content", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
         ("messages[0].content", {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}),
-        ("messages[0].tool_calls", {"messages": [{"role": "assistant", "content": "x", "tool_calls": []}]}),
+        ("messages[0].tool_calls", {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}),
         ("temperature", {"temperature": "hot"}),
         ("temperature", {"temperature": 2.01}),
         ("top_p", {"top_p": 0}),
@@ -482,6 +498,8 @@ def test_a_body_may_be_as_large_as_the_limit_and_no_larger(tokenizer: Tokenizer)
         response = await s.http.post("/v1/completions", content=undeclared())
         assert response.status_code == 413
         assert response.json()["error"]["code"] == "body_too_large"
+        no_number = {b"Content-Length": "\u00b2".encode("latin-1")}
+        assert (await s.http.post("/v1/completions", content=body, headers=no_number)).status_code == 200
 
     scenario(work, tokenizer, max_body_bytes=limit)
 
