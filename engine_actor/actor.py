@@ -192,6 +192,9 @@ class StepLoop(threading.Thread):
 
     def _admit(self, engine: Engine, entry: _Submit) -> None:
         request = entry.request
+        if request.id in self._open:
+            self._refuse_double(entry)
+            return
         self._open[request.id] = entry
         self._open_tokens += len(request.tokens)
         for observer in self._observers:
@@ -200,6 +203,14 @@ class StepLoop(threading.Thread):
             engine.submit(request)
         except RequestRefusedError as error:
             self._publish(engine, [Output(request.id, 0, None, "error", str(error))])
+
+    def _refuse_double(self, entry: _Submit) -> None:
+        """The id stays with whoever had it first: nothing is recorded under it."""
+        with self._wake:
+            self._accepted -= 1
+        message = f"a request with id {entry.request.id!r} is already here"
+        refusal = Output(entry.request.id, 0, None, "error", message)
+        self._deliver({entry.attachment: Frame(self._status, (refusal,))}, self._status)
 
     def _drop(self, engine: Engine, request_id: str) -> None:
         if engine.abort(request_id):

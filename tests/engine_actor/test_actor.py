@@ -129,6 +129,23 @@ def test_a_request_that_can_never_run_is_answered_and_forgotten() -> None:
     assert loop._accepted == 0
 
 
+def test_a_second_request_of_the_same_id_is_refused_and_the_first_goes_on() -> None:
+    recorder = Recorder()
+    loop = start(recorder, FakeModel())
+    loop.submit("first", [request("a"), request("b", 2)])
+    loop.submit("second", [request("a"), request("b")])
+    until(lambda: not loop._accepted)
+    loop.stop()
+    loop.join(5)
+    assert [(o.request_id, o.finish_reason) for o in recorder.outputs("second")] == [
+        ("a", "error"),
+        ("b", "error"),
+    ]
+    assert [o.index for o in recorder.outputs("first") if o.request_id == "a"] == list(range(5))
+    assert sorted(recorder.submitted) == sorted(recorder.ended) == ["a", "b"]
+    assert not recorder.errors
+
+
 def test_replicas_that_leave_take_their_requests_and_only_theirs_along() -> None:
     class Slow(FakeModel):
         def forward(self, *args: object) -> object:  # type: ignore[override]
