@@ -40,7 +40,6 @@ class Choice:
         min_tokens: int = 0,
         offset: int = 0,
     ) -> None:
-        self._special = tokenizer.special_ids
         self._detokenizer = Detokenizer(tokenizer, at_start=False)
         self._stops = StopStrings(stops)
         self._min_tokens = min_tokens
@@ -53,11 +52,10 @@ class Choice:
         text = ""
         if output.sampled is not None:
             self.num_tokens += 1
-            token = output.sampled.token
-            # The special token that ends a sequence is no part of the answer.
-            if output.finish_reason != "stop" or token not in self._special:
+            # The token that ends a sequence, by itself or by request, is no part of the answer.
+            if output.finish_reason != "stop":
                 self._held.append(Token(output.sampled, self._decoded))
-            text = self._detokenizer.push(token)
+                text = self._detokenizer.push(output.sampled.token)
         ended = output.finish_reason is not None
         if ended:
             text += self._detokenizer.flush()

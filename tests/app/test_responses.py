@@ -63,15 +63,18 @@ def test_tokens_wait_with_the_text_that_waits(tokenizer: Tokenizer) -> None:
     assert len(pieces[-2].tokens) == len(tokens) - 1
 
 
-def test_the_special_token_that_ends_an_answer_is_not_part_of_it(tokenizer: Tokenizer) -> None:
+def test_the_token_that_ends_an_answer_is_not_part_of_it(tokenizer: Tokenizer) -> None:
     eos = next(iter(tokenizer.eos_token_ids))
     hello = tokenizer.encode("Hello")
     ended = answer(Choice(tokenizer, []), [*hello, eos], "stop")
     assert (ended.text, len(ended.tokens)) == ("Hello", len(hello))
     ignored = answer(Choice(tokenizer, []), [*hello, eos, *hello])
     assert (ignored.text, len(ignored.tokens)) == ("HelloHello", 2 * len(hello) + 1)
-    chosen = answer(Choice(tokenizer, []), hello, "stop")  # a stop_token_id that is ordinary text stays
+    comma = tokenizer.encode(",")  # ordinary text, asked for as a stop_token_id
+    chosen = answer(Choice(tokenizer, []), [*hello, *comma], "stop")
     assert (chosen.text, len(chosen.tokens)) == ("Hello", len(hello))
+    held = answer(Choice(tokenizer, ["o,"]), [*hello, *comma], "stop")
+    assert (held.text, len(held.tokens)) == ("Hello", len(hello))
 
 
 def test_log_probabilities_are_shown_as_openai_shows_them(tokenizer: Tokenizer) -> None:
