@@ -32,7 +32,7 @@ class Tenant(BaseModel):
 class Settings(BaseModel):
     """What `serve_config.yaml` may set. An unknown or invalid setting stops the deployment."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), validate_default=True)
 
     model: str | None = Field(
         None, description="A .gguf file or a Hugging Face directory; empty: the packaged SmolLM2-135M."

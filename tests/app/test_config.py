@@ -54,6 +54,7 @@ def test_relative_paths_hold_wherever_the_workers_run(
     settings = Settings(model="m.gguf", run_dir="r")
     assert settings.model == str(tmp_path / "m.gguf")
     assert settings.run_dir == str(tmp_path / "r")
+    assert Settings().run_dir == str(tmp_path / "run")
 
 
 def test_keys_come_from_the_file_and_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
