@@ -5,6 +5,7 @@ A sink never blocks its caller: it queues, a thread exports, and what does not f
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -209,7 +210,6 @@ class JsonLinesExporter(SpanExporter):
         files: int = 4,
         directory_bytes: int = 128 << 20,
     ) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self._stem = f"{instance}-{os.getpid()}"
         self._file_bytes = file_bytes
@@ -217,7 +217,6 @@ class JsonLinesExporter(SpanExporter):
         self._directory_bytes = directory_bytes
         self._number = 0
         self._written = 0
-        self._prune()
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         line = json.dumps(otlp_json(spans), separators=(",", ":")).encode() + b"\n"
@@ -225,6 +224,9 @@ class JsonLinesExporter(SpanExporter):
             self._number += 1
             self._written = 0
             (self._directory / f"{self._stem}-{self._number - self._files}.jsonl").unlink(missing_ok=True)
+        if not self._written:
+            # Not in the constructor: a directory that cannot be written costs spans, not the service.
+            self._directory.mkdir(parents=True, exist_ok=True)
             self._prune()
         with (self._directory / f"{self._stem}-{self._number}.jsonl").open("ab") as file:
             file.write(line)
@@ -236,7 +238,10 @@ class JsonLinesExporter(SpanExporter):
 
     def _prune(self) -> None:
         """Keep the directory, which outlives its writers, within bounds: oldest files go first."""
-        found = [(path.stat(), path) for path in self._directory.glob("*.jsonl")]
+        found: list[tuple[os.stat_result, Path]] = []
+        for path in self._directory.glob("*.jsonl"):
+            with contextlib.suppress(FileNotFoundError):  # Other processes prune the same directory.
+                found.append((path.stat(), path))
         total = sum(stat.st_size for stat, _ in found)
         for stat, path in sorted(found, key=lambda item: item[0].st_mtime):
             if total <= self._directory_bytes - self._file_bytes:

@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -74,6 +74,13 @@ class StubbornExporter(SpanExporter):
             raise ConnectionError("nobody there")
         self.taken += [span.name for span in spans]
         return SpanExportResult.SUCCESS
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_the_startup_span_goes_first_and_its_acknowledgement_is_said(
@@ -167,8 +174,34 @@ def test_files_are_a_bounded_ring(tmp_path: Path) -> None:
 def test_the_directory_of_earlier_runs_is_bounded_too(tmp_path: Path) -> None:
     for number in range(10):
         (tmp_path / f"old-{number}.jsonl").write_bytes(b"x" * 1000)
-    JsonLinesExporter(tmp_path, "engine-0", file_bytes=1000, directory_bytes=5000)
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) == 4000
+    JsonLinesExporter(tmp_path, "engine-0", file_bytes=1000, directory_bytes=5000).export([span()])
+    assert sum(path.stat().st_size for path in tmp_path.glob("old-*")) == 4000
+
+
+def test_a_file_that_another_process_prunes_meanwhile_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here.jsonl").write_bytes(b"x" * 1000)
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: [self / "gone.jsonl", self / "here.jsonl"])
+    exporter = JsonLinesExporter(tmp_path, "engine-0", file_bytes=1000, directory_bytes=1500)
+    assert exporter.export([span()]) is SpanExportResult.SUCCESS
+    assert not (tmp_path / "here.jsonl").exists()
+
+
+def test_a_directory_that_cannot_be_written_costs_spans_until_it_can(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocked = tmp_path / "run"
+    blocked.write_text("a file where the directory should be")
+    sink = SpanSink(
+        JsonLinesExporter(blocked, "engine-0"), "files", RESOURCE, interval=0.01, retry_after=0.02
+    )
+    wait_for(lambda: sink.dropped == 1)  # the start-up span
+    assert "files does not take spans" in caplog.text
+    blocked.unlink()
+    sink.offer([span()])
+    wait_for(lambda: sink.exported == 1)
+    sink.shutdown()
 
 
 def test_the_environment_chooses_the_exporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
