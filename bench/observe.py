@@ -34,13 +34,8 @@ COLUMN = 10
 """Pixels of the page's grid per step."""
 AFTER = 30
 """Steps shown after the slow one."""
-COLOURS = {
-    "prefill": "#F0A202",
-    "decode": "#1F6FB2",
-    "sample": "#2CA58D",
-    "admit": "#8E6BBF",
-    "retire": "#5C6B73",
-}
+COLOURS = {"prefill": "#F0A202", "decode": "#1F6FB2", "sample": "#2CA58D", "token": "#1F6FB2"}
+BETWEEN_TOKENS = "#CBDDEE"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -161,7 +156,7 @@ def _keep(page: Page, report: Report, name: str) -> None:
 
 
 def _picture_dashboard(report: Report, url: str) -> None:
-    with open_page(f"{url}/#/actors", height=900) as page:
+    with open_page(f"{url}/#/actors", width=1720, height=760) as page:
         time.sleep(6)
         _keep(page, report, "ray-dashboard")
 
@@ -170,16 +165,22 @@ def _draw(report: Report, trace: dict[str, Any], slow: Step) -> None:
     """The tracks around the slow step, as Perfetto lays them out."""
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     [stall] = [e for e in events if e["tid"] == STEPS_TRACK and e["name"] == f"step {slow.number}"]
-    start, end = stall["ts"] - 0.6e6, stall["ts"] + stall["dur"] + 0.6e6
+    start, end = stall["ts"] - 0.3 * stall["dur"], stall["ts"] + 1.3 * stall["dur"]
     tracks = sorted({event["tid"] for event in events})
     with report.chart("trace", size=(11, 5.4)) as (_, axes):
         for event in events:
             left, right = max(event["ts"], start), min(event["ts"] + event["dur"], end)
             if right <= left or event["name"] not in COLOURS:
                 continue
-            bar = {"left": (left - start) / 1e3, "height": 0.72, "color": COLOURS[event["name"]]}
+            waits = event["name"] == "decode" and event["tid"] != STEPS_TRACK
             axes.barh(
-                tracks.index(event["tid"]), (right - left) / 1e3, edgecolor="white", linewidth=0.4, **bar
+                tracks.index(event["tid"]),
+                (right - left) / 1e3,
+                left=(left - start) / 1e3,
+                height=0.72,
+                color=BETWEEN_TOKENS if waits else COLOURS[event["name"]],
+                edgecolor="white",
+                linewidth=0.4,
             )
         axes.set_yticks(
             range(len(tracks)),
@@ -190,6 +191,7 @@ def _draw(report: Report, trace: dict[str, Any], slow: Step) -> None:
         axes.set_xlim(0, (end - start) / 1e3)
         axes.set_xlabel("milliseconds")
         axes.set_title(f"Step {slow.number}: {slow.prefill_rows} prompt tokens, and nobody else gets one")
-        for name in ("prefill", "decode"):
-            axes.barh([0], [0], color=COLOURS[name], label=name)
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
+        legend = {"prefill": COLOURS["prefill"], "a token": COLOURS["token"], "no token": BETWEEN_TOKENS}
+        for name, colour in legend.items():
+            axes.barh([0], [0], color=colour, label=name)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=len(legend))

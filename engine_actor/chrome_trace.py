@@ -1,7 +1,8 @@
 """Steps as a trace that opens in Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-Per engine one process with a track per slot (a bar per request, its phases inside, preemptions
-marked), a track of steps with their phases inside, and counters for queue, slots and KV. The format:
+Per engine one process with a track per slot (a bar per request, its phases inside, and in those the
+forwards that served it, so that a stall is a hole; preemptions marked), a track of steps with their
+phases inside, and counters for queue, slots and KV. The format:
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
@@ -146,10 +147,9 @@ class _EngineTrace:
             self._holders[span.request_id] = (slot, bar, phase)
         phase.args["tokens"] += span.tokens
         bar.end = phase.end = end
-        if span.kind == "prefill":
-            args = {"step": step, "from": span.start, "tokens": span.tokens}
-            name = f"chunk {span.start}..{span.start + span.tokens}"
-            self._slice(FIRST_SLOT_TRACK + slot, 2, name, begin, stop, args)
+        name = f"chunk {span.start}..{span.start + span.tokens}" if span.kind == "prefill" else "token"
+        args = {"step": step, "from": span.start, "tokens": span.tokens}
+        self._slice(FIRST_SLOT_TRACK + slot, 2, name, begin, stop, args if span.kind == "prefill" else {})
 
     def _preempt(self, request_id: str, reason: str, at: int) -> None:
         if request_id in self._holders:

@@ -81,6 +81,8 @@ def test_every_request_and_every_step_is_where_it_ran(mode: Mode) -> None:
     assert chunk_tokens == sum(
         span.tokens for record in records for span in record.spans if span.kind == "prefill"
     )
+    tokens = [e for slot in range(4) for e in slices(trace, FIRST_SLOT_TRACK + slot) if e["name"] == "token"]
+    assert len(tokens) == sum(span.kind == "decode" for record in records for span in record.spans)
     preempted = [e for e in events if e["ph"] == "i" and e["name"] == "preempted"]
     assert len(preempted) == sum(len(record.preempted) for record in records) > 0
     names = {e["args"]["name"] for e in events if e["name"] in ("process_name", "thread_name")}
