@@ -79,13 +79,15 @@ def run(args: argparse.Namespace) -> int:
         free, answers = drive(model, work, "fcfs", None, advance)
         need = max(sum(span.start + span.tokens for span in record.spans) for record in free.records)
         largest = max(len(item.prompt) + item.output_tokens for item in work.items)
-        data |= {"need_kv_tokens": need, "recompute": recompute_cost(model)}
+        cost = recompute_cost(model)
+        data |= {"need_kv_tokens": need, "recompute": cost}
         for policy in POLICIES:
             for pool in POOLS:
                 budget = max(round(pool * need), largest)
                 run, trail = drive(model, work, policy, budget, advance)
                 different = len(answers.differs_at(trail))
-                data["runs"].append(_figures(policy, pool, budget, run, different))
+                figures = _figures(policy, pool, budget, run, different, cost["seconds_per_token"])
+                data["runs"].append(figures)
                 report.save(data)
     runs = data["runs"]
     _table(report, data)
@@ -134,8 +136,11 @@ def _median_seconds(work: Callable[[], None], model: Transformer, repeats: int =
     return statistics.median(seconds)
 
 
-def _figures(policy: str, pool: float, budget: int, run: bare.Run, different: int) -> dict[str, Any]:
+def _figures(
+    policy: str, pool: float, budget: int, run: bare.Run, different: int, seconds_per_token: float
+) -> dict[str, Any]:
     summary = run.summary()
+    recomputed = sum(t.recomputed_tokens for t in run.requests)
     thinned = run.records[:: max(1, len(run.records) // QUEUE_POINTS)]
     return {
         "policy": policy,
@@ -143,7 +148,8 @@ def _figures(policy: str, pool: float, budget: int, run: bare.Run, different: in
         "kv_tokens": budget,
         "total": len(run.requests),
         "preemptions_per_request": summary["preemptions"] / len(run.requests),
-        "recomputed_tokens": sum(t.recomputed_tokens for t in run.requests),
+        "recomputed_tokens": recomputed,
+        "recompute_share": recomputed * seconds_per_token / run.seconds,
         "different": different,
         **summary,
         "queue": [[record.started - run.started, record.waiting] for record in thinned],
@@ -157,6 +163,7 @@ def _table(report: Report, data: dict[str, Any]) -> None:
         "completed": "completed",
         "preemptions_per_request": "preempted / request",
         "recomputed_tokens": "recomputed",
+        "recompute_share": "of the time",
         "tokens_per_s": "tokens/s",
         "ttft_p50": "TTFT p50",
         "ttft_p95": "p95",
@@ -167,6 +174,7 @@ def _table(report: Report, data: dict[str, Any]) -> None:
     rows = []
     for r in data["runs"]:
         shown = r | {"pool": f"{r['pool']:.0%}", "completed": f"{r['completed']}/{r['total']}"}
+        shown["recompute_share"] = f"{r['recompute_share']:.0%}"
         rows.append([r["policy"], *(shown[key] for key in columns)])
     report.table(
         f"The pool they need: {data['need_kv_tokens']:,} KV tokens (times in s)",
@@ -177,7 +185,8 @@ def _table(report: Report, data: dict[str, Any]) -> None:
     report.note(
         f"A forgotten token costs {1e3 * cost['seconds_per_token']:.2f} ms to compute again. Its KV is "
         f"{cost['kv_bytes_per_token'] / 1024:.0f} KiB, which this machine's memory copies out and back in "
-        f"{1e3 * cost['copy_seconds_per_token']:.3f} ms."
+        f'{1e3 * cost["copy_seconds_per_token"]:.3f} ms. "Of the time": recomputing, the most that a free '
+        "swap could save."
     )
 
 
