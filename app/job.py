@@ -90,7 +90,15 @@ class Job:
             answers[sequence].prompt_scores += output.prompt_scores
             answers[sequence].add(piece)
         choices = [self._whole(sequence, answer) for sequence, answer in enumerate(answers)]
-        return self.envelope.body(choices, chunk=False) | {"usage": self.usage.body()}
+        body = self.envelope.body(choices, chunk=False) | {"usage": self.usage.body()}
+        if self.body.prompt_logprobs is not None:
+            scores = [prompt_logprobs(self.tokenizer, answer.prompt_scores) for answer in answers]
+            if isinstance(self.body, ChatRequest):
+                body["prompt_logprobs"] = scores[0]
+            else:
+                for choice, score in zip(choices, scores, strict=True):
+                    choice["prompt_logprobs"] = score
+        return body
 
     async def events(self, generation: Generation) -> AsyncIterator[bytes]:
         """The response as server-sent events, `data: [DONE]` last; an error ends it early."""
@@ -134,8 +142,6 @@ class Job:
             logprobs = completion_logprobs(self.tokenizer, tokens) if self.wants_logprobs else None
             choice = {"text": self.echoed[prompt] + answer.text, "index": sequence, "logprobs": logprobs}
         choice["finish_reason"] = answer.finish_reason
-        if self.body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(self.tokenizer, answer.prompt_scores)
         return choice
 
     def _openings(self) -> list[dict[str, Any]]:

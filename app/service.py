@@ -242,8 +242,14 @@ class Service:
 
     def _check(self, body: ChatRequest | CompletionRequest) -> None:
         self._check_model(body.model)
-        if body.n > self.settings.max_n:
-            raise invalid(f"Invalid 'n': {body.n}, the limit is {self.settings.max_n}", "n")
+        known = self.settings
+        if body.n > known.max_n:
+            raise invalid(f"Invalid 'n': {body.n}, the limit is {known.max_n}", "n")
+        sequences = body.n * (len(body.prompts) if isinstance(body, CompletionRequest) else 1)
+        # Beyond it the queue would be full for this request however empty it is.
+        most = known.max_num_seqs + known.max_waiting
+        if sequences > most:
+            raise invalid(f"Invalid 'n': {sequences} choices in all, but {most} may run or wait", "n")
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self.model_name):

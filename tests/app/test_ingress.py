@@ -63,7 +63,7 @@ async def site(
     directory = LocalDirectory(build_toy(seconds=seconds, max_len=MAX_LEN, kv_budget=kv_budget), max_waiting)
     client = EngineClient("replica", 1, directory)
     await client.start()
-    known = Settings(model_name=MODEL, **settings)
+    known = Settings(model_name=MODEL, max_waiting=max_waiting, **settings)
     app = create_app(Service(known, tokenizer, client, Tenants(keys or {}, known.max_tenants)))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     try:
@@ -416,6 +416,16 @@ def test_every_limit_admits_its_own_value(tokenizer: Tokenizer) -> None:
         assert "4 prompts" in error["message"]
 
     scenario(work, tokenizer, max_n=4, max_prompts=3)
+
+
+def test_more_choices_than_may_ever_wait_are_refused_at_once(tokenizer: Tokenizer) -> None:
+    async def work(s: Site) -> None:
+        prompts = [[1], [2]]
+        assert (await s.post("/v1/completions", prompt=prompts, n=2, max_tokens=1)).status_code == 200
+        error = await s.refused("/v1/completions", 400, "n", prompt=[*prompts, [3]], n=2, max_tokens=1)
+        assert "6 choices" in error["message"]
+
+    scenario(work, tokenizer, max_num_seqs=2, max_waiting=3)
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,10 @@ def test_log_probabilities_and_choices_reach_the_client(client: openai.OpenAI) -
         seed=1,
         logprobs=True,
         top_logprobs=2,
+        extra_body={"prompt_logprobs": 0},
     )
+    assert answer.usage is not None
+    assert len((answer.model_extra or {})["prompt_logprobs"]) == answer.usage.prompt_tokens
     assert [choice.index for choice in answer.choices] == [0, 1]
     for choice in answer.choices:
         assert choice.logprobs is not None
