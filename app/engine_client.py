@@ -20,7 +20,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from engine_actor.actor import LEASE_SECONDS
 from engine_actor.messages import EngineFailedError, EngineInfo, EngineStatus, Frame
-from engine_actor.request import Output, Request
+from engine_actor.request import FinishReason, Output, Request
 
 log = logging.getLogger("ray.serve")
 T = TypeVar("T")
@@ -49,7 +49,7 @@ class Engine(Protocol):
 
     def frames(self, replica: str) -> AsyncIterator[Frame]: ...
     async def submit(self, replica: str, requests: Sequence[Request], again: bool) -> str | None: ...
-    async def abort(self, request_ids: Sequence[str]) -> None: ...
+    async def abort(self, request_ids: Sequence[str], reason: FinishReason) -> None: ...
     async def renew(self, replica: str) -> EngineStatus: ...
     async def detach(self, replica: str) -> None: ...
 
@@ -84,9 +84,9 @@ class RayEngine:
         refusal: str | None = await self._call(self._actor.submit.remote(replica, requests, again))
         return refusal
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
+    async def abort(self, request_ids: Sequence[str], reason: FinishReason) -> None:
         """See EngineActor.abort."""
-        await self._call(self._actor.abort.remote(request_ids))
+        await self._call(self._actor.abort.remote(request_ids, reason))
 
     async def renew(self, replica: str) -> EngineStatus:
         """See EngineActor.renew."""
@@ -197,9 +197,9 @@ class Generation:
                 yield sequence, output
 
     def end(self, sequence: int) -> None:
-        """The caller wants no more of this sequence: drop it in the engine."""
+        """The caller has found the end of this sequence: its slot is free, and it counts as finished."""
         self._ended.add(sequence)
-        self._client.drop([self.flights[sequence]])
+        self._client.drop([self.flights[sequence]], "stop")
 
     def close(self) -> None:
         """Drop every sequence that has not ended."""
@@ -267,15 +267,15 @@ class EngineClient:
             raise QueueFullError(refusals[0])
         return generation
 
-    def drop(self, flights: Iterable[_Flight]) -> None:
-        """Abort requests wherever they are. Returns at once; what has ended is ignored."""
+    def drop(self, flights: Iterable[_Flight], reason: FinishReason = "abort") -> None:
+        """End requests wherever they are. Returns at once; what has ended is ignored."""
         unwanted = [flight for flight in flights if not flight.over]
         for flight in unwanted:
             flight.over = True
         for connection in self._connections:
             here = [f.request.id for f in unwanted if connection.flights.pop(f.request.id, None)]
             if here and connection.engine is not None:
-                self._spawn(_quietly(connection.engine.abort(here)))
+                self._spawn(_quietly(connection.engine.abort(here, reason)))
 
     def _live(self) -> list[_Connection]:
         return [connection for connection in self._connections if connection.engine is not None]

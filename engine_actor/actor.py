@@ -20,7 +20,7 @@ from prometheus_client.metrics_core import Metric
 
 from engine_actor.engine import Engine, RequestRefusedError, StepRecord
 from engine_actor.messages import EngineInfo, EngineStatus, Frame
-from engine_actor.request import Output, Request
+from engine_actor.request import FinishReason, Output, Request
 from engine_actor.telemetry import Telemetry
 
 log = logging.getLogger(__name__)
@@ -60,6 +60,7 @@ class _Submit:
 @dataclass(frozen=True, slots=True)
 class _Abort:
     request_id: str
+    reason: FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +96,13 @@ class StepLoop(threading.Thread):
         self._inbox: list[_Submit | _Abort | _Release] = []
         self._accepted = 0
         """Requests in the inbox or in the engine; guarded by `_wake`."""
+        self._last_step = time.monotonic()
+        """When a step ended, or work came after there had been none."""
         self._capacity = 0
         self._stopping = False
         # From here on: the step thread's own.
         self._open: dict[str, _Submit] = {}
         self._open_tokens = 0
-        self._last_step = time.monotonic()
         self._status = EngineStatus()
 
     def submit(self, attachment: str, requests: Sequence[Request], *, again: bool = False) -> str | None:
@@ -111,15 +113,17 @@ class StepLoop(threading.Thread):
         with self._wake:
             if not again and self._accepted + len(requests) > self._capacity:
                 return f"{self._accepted} requests run or wait here, and {self._capacity} is the limit"
+            if self._accepted == 0:
+                self._last_step = time.monotonic()
             self._accepted += len(requests)
             self._inbox += [_Submit(request, attachment) for request in requests]
             self._wake.notify()
         return None
 
-    def abort(self, request_ids: Sequence[str]) -> None:
-        """Drop requests before the next step; unknown ids are ignored."""
+    def abort(self, request_ids: Sequence[str], reason: FinishReason = "abort") -> None:
+        """Drop requests before the next step; unknown ids are ignored. `reason` goes on record."""
         with self._wake:
-            self._inbox += [_Abort(request_id) for request_id in request_ids]
+            self._inbox += [_Abort(request_id, reason) for request_id in request_ids]
             self._wake.notify()
 
     def release(self, attachment: str) -> None:
@@ -175,19 +179,17 @@ class StepLoop(threading.Thread):
             if self._stopping:
                 return False
             inbox, self._inbox = self._inbox, []
-        if not engine.has_work():
-            self._last_step = time.monotonic()
         for message in inbox:
             match message:
                 case _Submit():
                     self._admit(engine, message)
-                case _Abort(request_id):
-                    self._drop(engine, request_id)
+                case _Abort(request_id, reason):
+                    self._drop(engine, request_id, reason)
                 case _Release(attachment):
                     for request_id in [
                         i for i, entry in self._open.items() if entry.attachment == attachment
                     ]:
-                        self._drop(engine, request_id)
+                        self._drop(engine, request_id, "abort")
         return True
 
     def _admit(self, engine: Engine, entry: _Submit) -> None:
@@ -212,8 +214,8 @@ class StepLoop(threading.Thread):
         refusal = Output(entry.request.id, 0, None, "error", message)
         self._deliver({entry.attachment: Frame(self._status, (refusal,))}, self._status)
 
-    def _drop(self, engine: Engine, request_id: str) -> None:
-        if engine.abort(request_id):
+    def _drop(self, engine: Engine, request_id: str, reason: FinishReason) -> None:
+        if engine.abort(request_id, reason):
             self._close(request_id)
 
     def _publish(self, engine: Engine, outputs: Sequence[Output]) -> None:
@@ -334,9 +336,12 @@ class EngineActor:
             raise LookupError(f"replica {replica} is not attached")
         return self._steps.submit(attached.id, requests, again=again)
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """Drop requests; their slots are free before the next step."""
-        self._steps.abort(request_ids)
+    async def abort(self, request_ids: Sequence[str], reason: FinishReason = "abort") -> None:
+        """Drop requests; their slots are free before the next step.
+
+        `stop`: the replica has found a stop string, and the request counts as one that finished.
+        """
+        self._steps.abort(request_ids, reason)
 
     async def renew(self, replica: str) -> EngineStatus:
         """Keep a replica's lease, and tell how busy the engine is."""

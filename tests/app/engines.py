@@ -13,7 +13,7 @@ from app.engine_client import EngineLostError
 from engine_actor.actor import EngineActor
 from engine_actor.engine import Engine
 from engine_actor.messages import EngineFailedError, EngineInfo, EngineStatus, Frame
-from engine_actor.request import Request
+from engine_actor.request import FinishReason, Request
 from model.batch import Batch
 from model.slot_kv import SlotKV
 from policies.fcfs import Fcfs
@@ -86,9 +86,9 @@ class LocalEngine:
         except LookupError as error:
             raise EngineLostError(str(error)) from error
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
+    async def abort(self, request_ids: Sequence[str], reason: FinishReason) -> None:
         self._alive()
-        await self.actor.abort(request_ids)
+        await self.actor.abort(request_ids, reason)
 
     async def renew(self, replica: str) -> EngineStatus:
         self._alive()

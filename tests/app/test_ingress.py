@@ -280,10 +280,14 @@ def test_a_stop_string_ends_the_answer_before_it_and_the_slot_is_free(tokenizer:
             assert cut["usage"]["completion_tokens"] < 40
         streamed = events(await s.post("/v1/completions", **options, stop=stop, stream=True))
         assert "".join(c["choices"][0]["text"] for c in streamed) == full[: full.index(stop)]
-        status = s.directory.engines[0].actor._steps.status
+        actor = s.directory.engines[0].actor
         async with asyncio.timeout(5):
-            while status().running:
+            while actor._steps.status().running:
                 await asyncio.sleep(0.01)
+        figures = {f.name: f for f in await actor.figures()}
+        ends = {sample.labels["finish_reason"] for sample in figures["slotserve_requests"].samples}
+        assert ends == {"length", "stop"}
+        assert figures["slotserve_aborts"].samples == []
         unmet = (await s.post("/v1/completions", **options, stop=full[-2:] + "\0")).json()
         assert unmet["choices"][0]["text"] == full
         free = (await s.post("/v1/completions", **options, min_tokens=40)).json()["choices"][0]["text"]

@@ -116,6 +116,27 @@ def test_an_idle_loop_burns_no_cpu_and_wakes_at_once() -> None:
     loop.stop()
 
 
+def test_time_without_work_is_no_stall() -> None:
+    class Held(FakeModel):
+        def forward(self, *args: object) -> object:  # type: ignore[override]
+            held.wait(5)
+            return super().forward(*args)  # type: ignore[arg-type]
+
+    held = threading.Event()
+    recorder = Recorder()
+    loop = start(recorder, Held())
+    loop._last_step -= 3600
+    assert loop.status().stalled == 0
+    with loop._wake:
+        # The step thread has not even seen it yet.
+        loop.submit("replica", [request("a", 1)])
+        assert loop.status().stalled < 60
+    until(lambda: loop.status().stalled > 0.05)
+    held.set()
+    until(lambda: recorder.ended == ["a"])
+    loop.stop()
+
+
 def test_a_request_that_can_never_run_is_answered_and_forgotten() -> None:
     recorder = Recorder()
     loop = start(recorder, FakeModel())
