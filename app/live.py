@@ -67,6 +67,7 @@ class LiveFeed:
         self._max_watchers = max_watchers
         self._watchers: set[Watcher] = set()
         self._pumps: dict[str, asyncio.Task[None]] = {}
+        self._lookout: asyncio.Task[None] | None = None
 
     def enter(self) -> Watcher:
         """Let one more page in. Raises TooManyWatchersError."""
@@ -76,9 +77,9 @@ class LiveFeed:
             )
         watcher = Watcher()
         self._watchers.add(watcher)
-        for name in self._views():
-            if name not in self._pumps:
-                self._pumps[name] = asyncio.create_task(self._pump(name))
+        self._follow_new()
+        if self._lookout is None:
+            self._lookout = asyncio.create_task(self._look_out())
         return watcher
 
     def leave(self, watcher: Watcher) -> None:
@@ -88,15 +89,34 @@ class LiveFeed:
             for pump in self._pumps.values():
                 pump.cancel()
             self._pumps.clear()
+            if self._lookout is not None:
+                self._lookout.cancel()
+                self._lookout = None
 
     async def read(self, watcher: Watcher) -> AsyncIterator[bytes]:
         """Lines of JSON for a page: what runs here, what it has done lately, then what it does."""
-        yield json.dumps(self._hello()).encode() + b"\n"
+        yield self._hello_line()
         for name, view in self._views().items():
             with contextlib.suppress(ConnectionError):
                 yield page_message(name, await view.history(BACKLOG_SECONDS))
         while (line := await watcher.lines.get()) is not None:
             yield line
+
+    def _hello_line(self) -> bytes:
+        return json.dumps(self._hello()).encode() + b"\n"
+
+    def _follow_new(self) -> bool:
+        new = self._views().keys() - self._pumps.keys()
+        for name in new:
+            self._pumps[name] = asyncio.create_task(self._pump(name))
+        return bool(new)
+
+    async def _look_out(self) -> None:
+        """Show engines that come up while pages are open."""
+        while True:
+            await asyncio.sleep(RETRY_SECONDS)
+            if self._follow_new():
+                self._tell_all(self._hello_line())
 
     async def _pump(self, name: str) -> None:
         since, told = -1, 0.0
@@ -107,13 +127,16 @@ class LiveFeed:
                 last, line = await view.news(since)
                 if last != since or time.monotonic() - told >= HEARTBEAT_SECONDS:
                     told = time.monotonic()
-                    for watcher in list(self._watchers):
-                        self._tell(watcher, line)
+                    self._tell_all(line)
                 since = last
                 await asyncio.sleep(REFRESH_SECONDS)
             except ConnectionError:
                 since = -1
                 await asyncio.sleep(RETRY_SECONDS)
+
+    def _tell_all(self, line: bytes) -> None:
+        for watcher in list(self._watchers):
+            self._tell(watcher, line)
 
     def _tell(self, watcher: Watcher, line: bytes) -> None:
         try:

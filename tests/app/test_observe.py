@@ -175,6 +175,26 @@ def test_a_page_that_does_not_read_is_dropped() -> None:
     assert received[1:] == [b"%d" % index for index in range(1, LAG)]
 
 
+def test_an_engine_that_comes_up_later_is_shown_on_open_pages(server: ObservedServer) -> None:
+    up = {"engine-0": server.engines["engine-0"].view}
+
+    async def look() -> tuple[set[str], set[asyncio.Task[Any]]]:
+        feed = LiveFeed(lambda: up, lambda: {"engines": list(up)}, max_watchers=1)
+        watcher = feed.enter()
+        up["engine-1"] = server.engines["engine-1"].view
+        shown: set[str] = set()
+        async with asyncio.timeout(10):
+            while (line := json.loads(await watcher.lines.get() or b"")).get("engine") != "engine-1":
+                shown.update(line.get("engines", []))
+        feed.leave(watcher)
+        await asyncio.sleep(0)
+        return shown, asyncio.all_tasks() - {asyncio.current_task()}
+
+    shown, left = asyncio.run(look())
+    assert shown == {"engine-0", "engine-1"}, "the page was told who it is before it was shown"
+    assert not left
+
+
 def test_data_is_behind_the_key_and_the_page_is_not() -> None:
     def authorize(headers: Mapping[str, str]) -> None:
         if headers.get("authorization") != "Bearer secret":
