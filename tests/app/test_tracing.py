@@ -1,0 +1,122 @@
+"""The HTTP side of a trace, over a toy engine in this process: refusals, hang-ups, prompts, sampling."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+
+from app.config import Settings
+from app.engine_client import EngineClient
+from app.ingress import create_app
+from app.service import Service
+from app.tenants import Tenants
+from app.text import Tokenizer
+from engine_actor.span_export import STARTUP_SPAN, SpanSink
+from tests.app.engines import POISON, LocalDirectory, build_toy
+
+TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+def spans_of(
+    work: Callable[[httpx.AsyncClient], Awaitable[None]], tokenizer: Tokenizer, **settings: Any
+) -> list[ReadableSpan]:
+    exporter = InMemorySpanExporter()
+    sink = SpanSink(exporter, "memory", Resource({}), interval=0.01)
+
+    async def main() -> None:
+        directory = LocalDirectory(build_toy(seconds=0.01, max_len=128))
+        client = EngineClient("replica", 1, directory)
+        await client.start()
+        service = Service(Settings(model_name="toy", **settings), tokenizer, client, Tenants({}, 9))
+        transport = httpx.ASGITransport(create_app(service, sink=sink), raise_app_exceptions=False)
+        try:
+            async with httpx.AsyncClient(transport=transport, base_url="http://toy") as http:
+                await work(http)
+        finally:
+            await client.stop()
+            directory.stop()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+    sink.shutdown()
+    return [span for span in exporter.get_finished_spans() if span.name != STARTUP_SPAN]
+
+
+def root_of(spans: list[ReadableSpan]) -> tuple[ReadableSpan, dict[str, Any]]:
+    [root] = [span for span in spans if span.kind is SpanKind.SERVER]
+    return root, dict(root.attributes or {})
+
+
+async def complete(http: httpx.AsyncClient, **body: Any) -> httpx.Response:
+    headers = body.pop("headers", {})
+    return await http.post(
+        "/v1/completions", json={"max_tokens": 3, "ignore_eos": True} | body, headers=headers
+    )
+
+
+def test_a_refused_request_is_a_root_span_with_its_status(tokenizer: Tokenizer) -> None:
+    async def work(http: httpx.AsyncClient) -> None:
+        assert (await complete(http, prompt="x", n=-1)).status_code == 400
+
+    root, facts = root_of(spans_of(work, tokenizer))
+    assert root.name == "text_completion"
+    assert facts["http.response.status_code"] == 400
+    assert facts["error.type"] == "400"
+    assert root.status.status_code is StatusCode.UNSET
+
+
+def test_an_engine_that_fails_makes_the_root_an_error(tokenizer: Tokenizer) -> None:
+    async def work(http: httpx.AsyncClient) -> None:
+        assert (await complete(http, prompt=[POISON, 1])).status_code == 500
+
+    root, facts = root_of(spans_of(work, tokenizer))
+    assert facts["http.response.status_code"] == 500
+    assert root.status.status_code is StatusCode.ERROR
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_hangs_up_is_told_apart(tokenizer: Tokenizer, stream: bool) -> None:
+    async def work(http: httpx.AsyncClient) -> None:
+        asking = asyncio.create_task(complete(http, prompt=[1], max_tokens=100, stream=stream))
+        await asyncio.sleep(0.3)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+
+    _, facts = root_of(spans_of(work, tokenizer))
+    assert facts["error.type"] == "client_disconnected"
+
+
+@pytest.mark.parametrize("revealed", [False, True])
+def test_prompts_are_in_traces_only_when_switched_on(tokenizer: Tokenizer, revealed: bool) -> None:
+    async def work(http: httpx.AsyncClient) -> None:
+        assert (await complete(http, prompt=[65, 66])).status_code == 200
+
+    _, facts = root_of(spans_of(work, tokenizer, trace_prompts=revealed))
+    assert ("gen_ai.input.messages" in facts) == revealed
+    assert (json.dumps(tokenizer.decode([65, 66])) in str(facts)) == revealed
+
+
+def test_a_caller_that_does_not_sample_leaves_no_spans(tokenizer: Tokenizer) -> None:
+    async def work(http: httpx.AsyncClient) -> None:
+        for flags in ("00", "01"):
+            await complete(http, prompt=[1], headers={"traceparent": f"00-{TRACE}-{CALLER}-{flags}"})
+
+    root, _ = root_of(spans_of(work, tokenizer))
+    assert root.parent is not None
+    assert f"{root.parent.span_id:016x}" == CALLER
+
+
+def test_other_routes_are_not_traced(tokenizer: Tokenizer) -> None:
+    async def work(http: httpx.AsyncClient) -> None:
+        assert (await http.get("/v1/models")).status_code == 200
+        assert (await http.get("/health")).status_code == 200
+
+    assert spans_of(work, tokenizer) == []
