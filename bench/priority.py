@@ -27,7 +27,8 @@ from policies.priority import Priority
 SLOTS = 8
 MAX_LEN = 256
 STEP_TOKENS = 32
-"""A low budget keeps steps short while those who were displaced recompute."""
+"""Room for an urgent prompt in one step beside the decodes; no more, so that steps stay short while those
+who were displaced recompute."""
 STEPS = 3
 FIRST_URGENT = 2.0
 """Seconds until every slot is taken."""
@@ -57,7 +58,7 @@ def crowd(urgent: int, every: float, vocab: int) -> Workload:
         ),
         vocab=vocab,
     )
-    rushed = build(Shape(urgent, HeavyTail(32, 0.1, 32, 32), HeavyTail(4, 0.1, 4, 4)), seed=1, vocab=vocab)
+    rushed = build(Shape(urgent, HeavyTail(24, 0.1, 24, 24), HeavyTail(4, 0.1, 4, 4)), seed=1, vocab=vocab)
     times = FIRST_URGENT + arrivals(urgent, 1 / every, burstiness=0.5, seed=2)
     items = [
         replace(item, id=f"urgent{index}", arrival=float(time))
@@ -167,6 +168,8 @@ def _measure(
 
 
 def _draw(report: Report, runs: dict[str, dict[str, Any]], bound: float) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     colors = (CONTINUOUS, STATIC)
     with report.chart(size=(11, 4.6)) as (_, axes):
         for row, (color, r) in enumerate(zip(colors, runs.values(), strict=True)):
@@ -186,6 +189,8 @@ def _draw(report: Report, runs: dict[str, dict[str, Any]], bound: float) -> None
         axes.set_yticks(range(len(runs)), list(runs))
         axes.set_ylim(len(runs) - 0.45, -0.55)
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("urgent requests' time to first token, seconds from arrival")
         axes.set_title("Urgent requests into a full engine")

@@ -159,16 +159,15 @@ def _figures(
 def _table(report: Report, data: dict[str, Any]) -> None:
     columns = {
         "pool": "pool",
-        "kv_tokens": "KV tokens",
-        "completed": "completed",
-        "preemptions_per_request": "preempted / request",
+        "kv_tokens": "tokens",
+        "completed": "done",
+        "preemptions_per_request": "preempted",
         "recomputed_tokens": "recomputed",
         "recompute_share": "of the time",
         "tokens_per_s": "tokens/s",
         "ttft_p50": "TTFT p50",
         "ttft_p95": "p95",
-        "e2e_p50": "E2E p50",
-        "e2e_p95": "p95",
+        "e2e_p95": "E2E p95",
         "different": "different",
     }
     rows = []
@@ -177,7 +176,7 @@ def _table(report: Report, data: dict[str, Any]) -> None:
         shown["recompute_share"] = f"{r['recompute_share']:.0%}"
         rows.append([r["policy"], *(shown[key] for key in columns)])
     report.table(
-        f"The pool they need: {data['need_kv_tokens']:,} KV tokens (times in s)",
+        f"The pool they need: {data['need_kv_tokens']:,} KV tokens. Preempted: times per request; times in s",
         ["policy", *columns.values()],
         rows,
     )
