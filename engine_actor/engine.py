@@ -202,6 +202,10 @@ class Engine:
 
         A failure ends the requests that were in this forward, and nobody else.
         """
+        # An earlier piece of the same prompt may have failed.
+        works = [work for work in works if work.request.phase is not Phase.FINISHED]
+        if not works:
+            return
         forward = sum(interval.phase in ("prefill", "decode") for interval in record.intervals)
         record.spans.extend(_span(work, forward) for work in works)
         try:
@@ -241,7 +245,7 @@ class Engine:
             positions.extend(range(start, end))
             slots.extend([request.slot] * work.count)
         tokens.extend([0] * padding)
-        positions.extend(range(padding))
+        positions.extend([0] * padding)
         slots.extend([self.kv.scratch] * padding)
         columns = (np.array(column, dtype=np.int64) for column in (tokens, positions, slots, logit_rows))
         return Batch(*columns), scored

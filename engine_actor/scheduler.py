@@ -6,6 +6,7 @@ V1's). A request that lacks one token decodes; one that lacks more prefills.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast
@@ -15,6 +16,9 @@ from model.slot_kv import SlotKV
 from policies.base import Policy
 
 Mode = Literal["separate", "batched", "chunked"]
+
+MAX_SCORED_ROWS = 256
+"""Rows of one prompt that bring their logits in one forward: each is as wide as the vocabulary."""
 
 STEP_TOKENS_PER_SLOT = 4
 """Default rows of a step in mode `chunked`: the knee of `python -m bench spike`. Fewer delay a long
@@ -96,9 +100,8 @@ class Scheduler:
             prefilling = cast(list[Request], self.policy.order(prefilling, now))
         if self.mode == "chunked":
             self._chunk(plan, prefilling)
-        elif prefilling:
-            whole = [Work(r, len(r.tokens) - r.computed) for r in prefilling]
-            plan.prefills = [[work] for work in whole] if self.mode == "separate" else [whole]
+        else:
+            plan.prefills = self._whole(prefilling)
         return plan
 
     def retire_finished(self) -> list[Request]:
@@ -174,8 +177,14 @@ class Scheduler:
             demand += len(head.tokens)
 
     def _fits(self, request: Request, free_slots: int, demand: int, neighbours: int) -> bool:
-        # One token of growth for each neighbour, or somebody would be preempted in the next step.
-        return free_slots > 0 and demand + len(request.tokens) + neighbours <= self.kv_budget
+        """Whether there is a slot, and KV for the request and for all growth until it is prefilled."""
+        if neighbours == 0:
+            # An empty pool holds whatever was let in at the door.
+            return free_slots > 0
+        tokens, steps = len(request.tokens), 1
+        if self.mode == "chunked":
+            steps = math.ceil(tokens / max(1, self.max_step_tokens - neighbours))
+        return free_slots > 0 and demand + tokens + (neighbours + 1) * steps <= self.kv_budget
 
     def _yielding(self, head: Request, plan: Plan, demand: int, now: float) -> list[Request]:
         """The fewest of those the policy lets `head` displace that make room for it."""
@@ -188,10 +197,27 @@ class Scheduler:
                 return list(candidates[:count])
         return list(candidates) if self.policy.insists else []
 
+    def _whole(self, prefilling: list[Request]) -> list[list[Work]]:
+        """Whole prompts, each in its own forward or all in one; those to be scored in pieces."""
+        alone: list[list[Work]] = []
+        shared: list[Work] = []
+        for request in prefilling:
+            missing = len(request.tokens) - request.computed
+            if request.params.prompt_logprobs is not None:
+                pieces = range(0, missing, MAX_SCORED_ROWS)
+                alone += [[Work(request, min(MAX_SCORED_ROWS, missing - piece))] for piece in pieces]
+            elif self.mode == "separate":
+                alone.append([Work(request, missing)])
+            else:
+                shared.append(Work(request, missing))
+        return [shared, *alone] if shared else alone
+
     def _chunk(self, plan: Plan, prefilling: list[Request]) -> None:
         room = self.max_step_tokens - len(plan.decode)
         for request in prefilling:
             count = min(room, len(request.tokens) - request.computed)
+            if request.params.prompt_logprobs is not None:
+                count = min(count, MAX_SCORED_ROWS)
             if count == 0:
                 return
             plan.decode.append(Work(request, count))

@@ -14,6 +14,7 @@ from model.batch import Batch
 from model.sampler import SamplingParams
 from model.slot_kv import SlotKV
 from policies.fcfs import Fcfs
+from policies.static import Static
 from tests.fakes import FakeModel, fake_kv
 
 
@@ -32,10 +33,10 @@ def run(engine: Engine, requests: list[Request]) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("mode", ["separate", "batched", "chunked"])
-@pytest.mark.parametrize("budget", [None, 36])
+@pytest.mark.parametrize("budget", [None, 48])
 def test_company_does_not_change_an_answer(mode: Mode, budget: int | None) -> None:
     def prompts() -> list[Request]:
-        return [request(f"r{i}", list(range(i, i + 1 + 3 * i)), 3 + 2 * i, float(i)) for i in range(7)]
+        return [request(f"r{i}", list(range(i, i + 1 + i)), 4 + 6 * i, float(i)) for i in range(7)]
 
     alone: dict[str, list[int]] = {}
     for item in prompts():
@@ -148,3 +149,25 @@ def test_abort_frees_the_slot_at_once_running_or_waiting() -> None:
     assert not engine.abort("running")
     assert not engine.has_work()
     assert engine.kv.free_slots == 1
+
+
+def test_a_static_batch_may_hold_more_slots_than_a_slot_has_positions() -> None:
+    """The finished rows of a batch are padding, and padding has no length of its own."""
+    engine = Engine(FakeModel(), fake_kv(num_slots=20, max_len=8), Static(), mode="batched")
+    requests = [request(f"r{i}", [i], 1 + 2 * (i == 0)) for i in range(20)]
+    assert [len(output) for output in run(engine, requests).values()] == [3] + [1] * 19
+    assert max(batch.positions.max() for batch in engine.model.forwards) < 8  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("mode", ["separate", "batched", "chunked"])
+def test_a_prompt_to_be_scored_goes_in_pieces(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each scored row brings logits as wide as the vocabulary, so a forward holds only so many."""
+    monkeypatch.setattr("engine_actor.scheduler.MAX_SCORED_ROWS", 8)
+    model = FakeModel()
+    engine = Engine(model, fake_kv(), Fcfs(), mode=mode, max_step_tokens=40)
+    params = SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=0)
+    scored = Request("scored", list(range(30)), params)
+    plain = request("plain", list(range(30)), 2)
+    assert run(engine, [scored, plain])["scored"] == scored.output == plain.output
+    assert [score.token for score in scored.prompt_scores] == list(range(1, 30))
+    assert max(len(batch.logit_rows) for batch in model.forwards) <= 8 + 1

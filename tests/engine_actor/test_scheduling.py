@@ -114,6 +114,8 @@ class Watched:
     requests: dict[str, Request] = field(default_factory=dict)
     endings: Counter[str] = field(default_factory=Counter)
     preempted: Counter[str] = field(default_factory=Counter)
+    newcomers: set[str] = field(default_factory=set)
+    """Admitted in the step before."""
 
     def __post_init__(self) -> None:
         original = self.engine.scheduler.plan
@@ -170,13 +172,20 @@ class Watched:
         else:
             assert all(rows[r] == len(r.tokens) - r.computed for r in running)
 
+        evicted = {r.id for r, reason in plan.preempted.items() if reason == "kv"}
+        assert not evicted & self.newcomers, "admitted without room for its own first step"
+        self.newcomers = {r.id for r in plan.admitted}
+
         head = scheduler.policy.peek(now)
         if head is not None and scheduler.policy.gang:
             assert running
         elif head is not None:
             assert isinstance(head, Request)
-            grown = sum(len(r.tokens) for r in running) + len(head.tokens) + len(running)
-            assert not kv.free_slots or grown > scheduler.kv_budget, "idle slot, admissible request"
+            room = max(1, scheduler.max_step_tokens - len(running))
+            steps = -(-len(head.tokens) // room) if scheduler.mode == "chunked" else 1
+            grown = sum(len(r.tokens) for r in [head, *running]) + steps * (len(running) + 1)
+            full = bool(running) and grown > scheduler.kv_budget
+            assert not kv.free_slots or full, "idle slot, admissible request"
 
 
 @given(load=loads(), pick=st.integers(0, len(policies()) - 1))
