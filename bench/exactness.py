@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,7 +15,7 @@ from engine_actor.engine import Engine
 from engine_actor.request import Request
 from engine_actor.scheduler import Mode
 from model.batch import Batch, SlotModel
-from model.sampler import SamplingParams
+from model.sampler import Sampled, SamplingParams
 from model.slot_kv import SlotKV
 from policies.fcfs import Fcfs
 
@@ -50,14 +50,16 @@ class Trail:
     """What a run left behind: the digest of each logits row, and the tokens."""
 
     digests: dict[Position, bytes] = field(default_factory=dict)
-    tokens: dict[Position, int] = field(default_factory=dict)
+    tokens: dict[Position, Sampled] = field(default_factory=dict)
+    """Chosen tokens; under negative indices, the scores of prompt tokens."""
     steps: int = 0
     preemptions: int = 0
+    resumes: int = 0
     chunks: int = 0
 
     def differs_at(self, other: Trail) -> list[Position]:
-        """Positions whose logits bits or token ids are not the same in both, or stand in one only."""
-        keys = self.digests.keys() | other.digests.keys()
+        """Positions whose logits bits, token or scores differ, or that stand in one of the two only."""
+        keys = self.digests.keys() | other.digests.keys() | self.tokens.keys() | other.tokens.keys()
         return sorted(
             key
             for key in keys
@@ -84,9 +86,15 @@ def random_requests(
                 temperature=rng.uniform(0.3, 1.5),
                 top_p=rng.choice([1.0, 0.9]),
                 top_k=rng.choice([0, 40]),
+                min_p=rng.choice([0.0, 0.05]),
                 repetition_penalty=rng.choice([1.0, 1.1]),
                 frequency_penalty=rng.choice([0.0, 0.5]),
+                presence_penalty=rng.choice([0.0, 0.5]),
+                logit_bias={rng.randrange(vocab_size): 5.0},
+                min_tokens=rng.randint(0, 3),
             )
+        if number % 3 == 0:
+            params = replace(params, logprobs=3, prompt_logprobs=1)
         prompt = [rng.randrange(vocab_size) for _ in range(rng.randint(1, longest_prompt))]
         requests.append(Request(f"r{number}", prompt, params, arrival=float(number)))
     return requests
@@ -109,7 +117,7 @@ def run_busy(
     mode: Mode,
     advance: Callable[[], None],
 ) -> Trail:
-    """All of them together: joining at random steps, in random chunks, forgotten at random points."""
+    """All together: joining at random steps, in random chunks, forgotten and resumed at random points."""
     trail = Trail()
     shuffled = [_again(request) for request in requests]
     rng.shuffle(shuffled)
@@ -117,8 +125,9 @@ def run_busy(
     return trail
 
 
-def _again(request: Request) -> Request:
-    return Request(request.id, request.prompt, request.params, arrival=request.arrival)
+def _again(request: Request, resumed: Sequence[int] = ()) -> Request:
+    params = replace(request.params, prompt_logprobs=None) if resumed else request.params
+    return Request(request.id, request.prompt, params, arrival=request.arrival, resumed=list(resumed))
 
 
 def _drive(
@@ -138,11 +147,20 @@ def _drive(
     ample = scheduler.kv_budget
     recorder.owners = lambda: {request.slot: request for request in scheduler.running}
     joining = list(requests)
+    taken_in: list[Request] = []
     while joining or engine.has_work():
         scheduler.kv_budget = ample
         while joining and (not disturb or not engine.has_work() or rng.random() < 0.4):
-            engine.submit(joining.pop())
+            taken_in.append(joining.pop())
+            engine.submit(taken_in[-1])
         if disturb:
+            decoding = [r for r in scheduler.running if r.num_output]
+            if decoding and rng.random() < 0.1:
+                # What a replica does when its engine dies: the same request, with the output so far.
+                lost = rng.choice(decoding)
+                engine.abort(lost.id)
+                joining.append(_again(lost, resumed=lost.output))
+                trail.resumes += 1
             scheduler.max_step_tokens = rng.randint(kv.num_slots + 1, kv.num_slots + 64)
             # A budget below what is cached makes the scheduler forget somebody in this step.
             cached = sum(len(request.tokens) for request in scheduler.running)
@@ -154,11 +172,13 @@ def _drive(
         trail.chunks += sum(span.kind == "prefill" for span in record.spans)
         for output in outputs:
             if output.sampled is not None:
-                trail.tokens[output.request_id, output.index] = output.sampled.token
+                trail.tokens[output.request_id, output.index] = output.sampled
+            for index, score in enumerate(output.prompt_scores):
+                trail.tokens[output.request_id, -1 - index] = score
             if output.finish_reason is not None:
                 advance()
     trail.digests |= recorder.digests
-    trail.preemptions += sum(request.num_preemptions for request in requests)
+    trail.preemptions += sum(request.num_preemptions for request in taken_in)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -184,10 +204,20 @@ def run(args: argparse.Namespace) -> int:
         with report.progress(f"busy, {mode}", args.requests) as advance:
             busy = run_busy(model, kv, requests, rng, mode, advance)
         different[mode] = len(alone.differs_at(busy))
-        rows.append((mode, len(busy.digests), busy.steps, busy.chunks, busy.preemptions, different[mode]))
+        rows.append(
+            (
+                mode,
+                len(busy.digests),
+                busy.steps,
+                busy.chunks,
+                busy.preemptions,
+                busy.resumes,
+                different[mode],
+            )
+        )
     report.table(
         f"{args.requests} requests, alone ({alone.steps} steps) against busy, {args.slots} slots",
-        ["mode", "positions", "steps", "prefill chunks", "preemptions", "different"],
+        ["mode", "positions", "steps", "prefill chunks", "preemptions", "resumes", "different"],
         rows,
     )
     report.note("Every position compares all bits of a logits row and the token chosen from it.")
@@ -198,6 +228,7 @@ def run(args: argparse.Namespace) -> int:
             "different": sum(different.values()),
             "different_by_mode": different,
             "preemptions": sum(row[4] for row in rows),
+            "resumes": sum(row[5] for row in rows),
             "row_counts": model.row_counts.as_dict(),
         }
     )

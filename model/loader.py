@@ -45,6 +45,8 @@ def load_model(
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     if device.type == "cpu" and dtype != torch.float32:
         raise ModelError(f"the CPU kernels compute in float32, not {dtype}")
+    if device.type == "cuda" and dtype not in (torch.bfloat16, torch.float16):
+        raise ModelError(f"attention on CUDA computes in bfloat16 or float16, not {dtype}")
     files = find_model(path)
     source: TensorSource = SafetensorsSource(files) if files.gguf_file is None else GgufSource(files)
     _check_heads(source.config)

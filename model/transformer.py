@@ -85,7 +85,8 @@ class Transformer:
         first = weights.layers[0]
         self.row_counts = probe_row_counts([first.qkv, first.output, first.gate_up, first.down])
         self.head_row_counts = probe_row_counts([weights.head], HEAD_CANDIDATES)
-        self.exact = self.row_counts.exact and self.head_row_counts.exact
+        self.exact = self.row_counts.exact and self.head_row_counts.exact and company_changes_nothing(self)
+        """Whether logits are a function of a sequence alone, as far as the start-up checks can tell."""
 
     def new_kv(self, num_slots: int, max_len: int, *, poison: bool = False) -> SlotKV:
         """Slot KV for this model. Raises ValueError if `max_len` exceeds the model's context."""
@@ -167,3 +168,30 @@ def _padded(values: IntArray, count: int, fill: int) -> IntArray:
     padded = np.full(count, fill)
     padded[: len(values)] = values
     return padded
+
+
+def company_changes_nothing(model: Transformer) -> bool:
+    """Whether a sequence's logits have the same bits alone and beside another one, in chunks.
+
+    The last of the start-up checks: it runs the whole forward on this device, attention included.
+    """
+    length = min(40, model.config.context)
+    kv = model.new_kv(2, length)
+    rng = np.random.default_rng(0)
+    sequence, other = rng.integers(0, model.vocab_size, (2, length))
+
+    def logits(*runs: tuple[int, int, int]) -> torch.Tensor:
+        """Of all rows of runs of (slot, first position, end)."""
+        positions = np.concatenate([np.arange(start, end) for _, start, end in runs])
+        slots = np.concatenate([np.full(end - start, slot) for slot, start, end in runs])
+        tokens = np.where(slots == 0, sequence[positions], other[positions])
+        return model.forward(Batch(tokens, positions, slots, np.arange(len(tokens))), kv)
+
+    alone = logits((0, 0, length))
+    cut, last = length // 3, length - 1
+    company = [
+        logits((1, 0, cut), (0, 0, cut))[cut:],
+        logits((0, cut, last), (1, cut, cut + 1))[: last - cut],
+        logits((1, cut + 1, cut + 2), (0, last, length))[1:],
+    ]
+    return torch.equal(alone, torch.cat(company))

@@ -60,6 +60,16 @@ def test_every_layer_has_a_say() -> None:
     assert probe_row_counts(layers, [4, 8, 12, 16]).kept == (12, 16)
 
 
+def tail_differs(x: torch.Tensor) -> torch.Tensor:
+    """Rows beyond the last whole tile of 64 go another way, as a library's remainder kernel might."""
+    whole = len(x) // 64 * 64
+    return (torch.arange(len(x)) >= whole)[:, None] * 1e-3 if len(x) > 64 else torch.zeros(len(x), 1)
+
+
+def test_the_tail_of_a_large_count_is_looked_at() -> None:
+    assert probe_row_counts([Faulty(tail_differs)], [8, 16, 64, 96, 224, 256]).kept == (8, 16, 64, 256)
+
+
 @pytest.mark.parametrize(
     "fault",
     [

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from model.attention import CpuAttention
 from model.batch import Batch
 from model.files import find_model
 from model.loader import load_model
@@ -171,3 +172,18 @@ def test_greedy_tokens_equal_transformers(packaged: Transformer) -> None:
         tokens.append(int(logits[-1].argmax()))
         logits = forward(packaged, kv, (0, len(tokens) - 1, np.array(tokens[-1:])))
     assert tokens == generated[0].tolist()
+
+
+def test_the_last_check_at_start_up_looks_at_the_whole_forward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_random_model(tmp_path, "llama")
+    model = load_model(tmp_path, device="cpu")
+    assert model.exact
+    attend = CpuAttention.__call__
+
+    def depends_on_company(self: CpuAttention, layer: int, qkv: torch.Tensor, *norms: Any) -> torch.Tensor:
+        return attend(self, layer, qkv, *norms) * (1 + 1e-6 * len(qkv))
+
+    monkeypatch.setattr(CpuAttention, "__call__", depends_on_company)
+    assert not load_model(tmp_path, device="cpu").exact
