@@ -16,7 +16,8 @@ from typing import Any, Protocol, TypeVar
 
 from prometheus_client.metrics_core import Metric
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 
 from engine_actor.actor import LEASE_SECONDS
 from engine_actor.messages import EngineFailedError, EngineInfo, EngineStatus, Frame
@@ -76,7 +77,7 @@ class RayEngine:
         try:
             async for reference in self._actor.frames.remote(replica):
                 yield await reference
-        except (RayActorError, RayTaskError) as error:
+        except RayError as error:
             raise EngineLostError(str(error)) from error
 
     async def submit(self, replica: str, requests: Sequence[Request], again: bool) -> str | None:
@@ -115,7 +116,7 @@ class RayEngine:
     async def _call(self, reference: Awaitable[T]) -> T:
         try:
             return await reference
-        except (RayActorError, RayTaskError) as error:
+        except RayError as error:
             raise EngineLostError(str(error)) from error
 
 
@@ -314,30 +315,35 @@ class EngineClient:
     async def _keep(self, connection: _Connection) -> None:
         """Stay attached to engine `index` through all its lives."""
         while True:
+            pause = RETRY_SECONDS
             try:
-                connection.name, engine, connection.info = await self._directory.engine(connection.index)
-            except EngineFailedError as error:
-                await self._report(error)
-                await asyncio.sleep(RETRY_SECONDS)
-                continue
-            except RayError as error:
-                log.warning("the supervisor does not answer: %s", error)
-                await asyncio.sleep(RETRY_SECONDS)
-                continue
-            renewing = asyncio.create_task(self._renew(connection, engine))
-            try:
-                while True:
-                    async for frame in engine.frames(self._replica):
-                        if frame.attached:
-                            await self._attach(connection, engine)
-                        self._receive(connection, frame)
+                await self._follow(connection)
             except EngineLostError as error:
                 log.warning("%s is lost: %s", connection.name, error)
-            finally:
-                renewing.cancel()
-                connection.engine = None
-                self._strand(connection)
-            await asyncio.sleep(REATTACH_SECONDS)
+                pause = REATTACH_SECONDS
+            except EngineFailedError as error:
+                await self._report(error)
+            except (RayError, RayServeException) as error:
+                log.warning("the supervisor does not answer: %s", error)
+            except Exception:
+                # Whatever it was: an engine that nobody keeps is an engine that nobody uses again.
+                log.exception("%s was left", connection.name or f"engine-{connection.index}")
+            await asyncio.sleep(pause)
+
+    async def _follow(self, connection: _Connection) -> None:
+        """Read an engine's frames through one of its lives. Raises EngineLostError at its end."""
+        connection.name, engine, connection.info = await self._directory.engine(connection.index)
+        renewing = asyncio.create_task(self._renew(connection, engine))
+        try:
+            while True:
+                async for frame in engine.frames(self._replica):
+                    if frame.attached:
+                        await self._attach(connection, engine)
+                    self._receive(connection, frame)
+        finally:
+            renewing.cancel()
+            connection.engine = None
+            self._strand(connection)
 
     async def _attach(self, connection: _Connection, engine: Engine) -> None:
         connection.engine = engine

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import ray
 from ray import serve
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from engine_actor.actor import EngineActor
 from engine_actor.build import build_engine
@@ -102,7 +102,7 @@ class Supervisor:
         """One life: return when it is over, or when it could not begin."""
         try:
             info: EngineInfo = await actor.ready.remote()
-        except (RayTaskError, RayActorError) as error:
+        except RayError as error:
             reason = error.cause if isinstance(error, RayTaskError) else error
             log.error("engine %d could not be built: %s", index, reason)
             await self._change(index, None, f"engine {index} could not be built: {reason}")
@@ -110,7 +110,8 @@ class Supervisor:
         await self._change(index, Incarnation(f"engine-{index}", actor, info))
         try:
             await actor.lifetime.remote()
-        except RayActorError as error:
+        except RayError as error:
+            # Not only RayActorError: one that ran out of memory, or with its node, has an error of its own.
             log.error("engine %d is gone, starting it again: %s", index, error)
         await self._change(index, None)
 

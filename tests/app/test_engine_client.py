@@ -8,13 +8,22 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from ray.exceptions import OutOfMemoryError, RuntimeEnvSetupError
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from app import engine_client
-from app.engine_client import EngineClient, Generation, NoEngineError, QueueFullError
-from engine_actor.messages import EngineFailedError
+from app.engine_client import (
+    EngineClient,
+    EngineLostError,
+    Generation,
+    NoEngineError,
+    QueueFullError,
+    RayEngine,
+)
+from engine_actor.messages import EngineFailedError, EngineInfo
 from engine_actor.request import Request
 from model.sampler import SamplingParams
-from tests.app.engines import LocalDirectory, build_toy
+from tests.app.engines import LocalDirectory, LocalEngine, build_toy
 
 
 def request(name: str, prompt: list[int], max_tokens: int, *, seed: int = 0) -> Request:
@@ -236,6 +245,52 @@ def test_one_stream_follows_another_without_a_seam(monkeypatch: pytest.MonkeyPat
             assert [flight.resumes for flight in generation.flights] == [0, 0, 0]
             alone = [(await tokens_of(await client.generate([each])))[0] for each in requests(3)]
             assert together == alone
+
+    run(scenario())
+
+
+def test_every_way_an_engine_can_end_in_ray_is_an_engine_lost() -> None:
+    async def lost() -> None:
+        raise OutOfMemoryError("the engine took all memory")
+
+    class Dead:
+        def __init__(self) -> None:
+            self.renew = self.frames = self
+
+        def remote(self, replica: str) -> Any:
+            return self if replica == "reader" else lost()
+
+        async def __aiter__(self) -> AsyncIterator[Any]:
+            yield lost()
+
+    async def scenario() -> None:
+        engine = RayEngine(Dead())
+        with pytest.raises(EngineLostError, match="all memory"):
+            await engine.renew("replica")
+        with pytest.raises(EngineLostError, match="all memory"):
+            await anext(engine.frames("reader"))
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("trouble", [DeploymentUnavailableError, RuntimeEnvSetupError, KeyError])
+def test_no_trouble_ends_the_search_for_an_engine(
+    trouble: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_client, "RETRY_SECONDS", 0.01)
+
+    class Troubled(LocalDirectory):
+        calls = 0
+
+        async def engine(self, index: int) -> tuple[str, LocalEngine, EngineInfo]:
+            self.calls += 1
+            if self.calls < 3:
+                raise trouble("not now")
+            return await super().engine(index)
+
+    async def scenario() -> None:
+        async with client_of(Troubled(build_toy())) as client:
+            await tokens_of(await client.generate(requests(1)))
 
     run(scenario())
 
