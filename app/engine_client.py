@@ -22,6 +22,7 @@ from ray.serve.exceptions import RayServeException
 from engine_actor.actor import LEASE_SECONDS
 from engine_actor.messages import EngineFailedError, EngineInfo, EngineStatus, Frame
 from engine_actor.request import FinishReason, Output, Request
+from engine_actor.step_wire import unpack_steps
 
 log = logging.getLogger("ray.serve")
 T = TypeVar("T")
@@ -104,9 +105,9 @@ class RayEngine:
         return news
 
     async def history(self, seconds: float) -> list[bytes]:
-        """See EngineActor.history."""
-        steps: list[bytes] = await self._call(self._actor.history.remote(seconds))
-        return steps
+        """See EngineView."""
+        packed: bytes = await self._call(self._actor.history.remote(seconds))
+        return await asyncio.to_thread(unpack_steps, packed)
 
     async def figures(self) -> list[Metric]:
         """See EngineActor.figures."""

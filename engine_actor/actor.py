@@ -21,6 +21,7 @@ from prometheus_client.metrics_core import Metric
 from engine_actor.engine import Engine, RequestRefusedError, StepRecord
 from engine_actor.messages import EngineInfo, EngineStatus, Frame
 from engine_actor.request import FinishReason, Output, Request
+from engine_actor.step_wire import pack_steps
 from engine_actor.telemetry import Telemetry
 
 log = logging.getLogger(__name__)
@@ -357,9 +358,9 @@ class EngineActor:
         """See Telemetry.news."""
         return self._telemetry.news(since)
 
-    async def history(self, seconds: float) -> list[bytes]:
-        """The steps of the last `seconds`, each encoded by step_wire."""
-        return self._telemetry.steps_of_last(seconds)
+    async def history(self, seconds: float) -> bytes:
+        """The steps of the last `seconds`, encoded and packed by step_wire."""
+        return await asyncio.to_thread(lambda: pack_steps(self._telemetry.steps_of_last(seconds)))
 
     async def figures(self) -> list[Metric]:
         """The engine's Prometheus families."""

@@ -7,6 +7,7 @@ make every full garbage collection stall the step thread.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from operator import attrgetter
@@ -40,6 +41,19 @@ def decode_step(line: bytes | Mapping[str, Any]) -> StepRecord:
         intervals=[Interval(*values) for values in data["intervals"]],
         spans=[Span(*values) for values in data["spans"]],
     )
+
+
+def pack_steps(steps: Sequence[bytes]) -> bytes:
+    """Encoded steps as one message: minutes of them one by one would keep the interpreter for seconds.
+
+    Both joining and compressing let other threads run meanwhile.
+    """
+    return zlib.compress(b"\n".join(steps), level=1)
+
+
+def unpack_steps(packed: bytes) -> list[bytes]:
+    """What `pack_steps` was given."""
+    return zlib.decompress(packed).splitlines()
 
 
 def page_message(

@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 
 HISTORY_SECONDS = 600
 """How far back steps are kept, and the most that can be asked for."""
-HISTORY_STEPS = 36_000
-"""Steps kept at most: ten minutes at 60 a second, some 60 MB with 16 slots."""
+HISTORY_BYTES = 64 << 20
+"""Encoded steps kept at most: ten minutes at 60 a second with 16 slots, less with more."""
 BACKLOG = 4096
 """Steps that may wait to be looked at; more are not recorded, and counted."""
 NEWS_STEPS = 64
@@ -90,7 +90,7 @@ class Telemetry:
         *,
         policy: str,
         link_all_steps: bool = False,
-        history_steps: int = HISTORY_STEPS,
+        history_bytes: int = HISTORY_BYTES,
         history_seconds: float = HISTORY_SECONDS,
     ) -> None:
         self.metrics = metrics
@@ -98,6 +98,7 @@ class Telemetry:
         self._sink = sink
         self._policy = policy
         self._link_all_steps = link_all_steps
+        self._history_bytes = history_bytes
         self._history_seconds = history_seconds
         self._events: deque[_Submitted | _Stepped | _Ended] = deque()
         self._dropped = 0
@@ -111,7 +112,8 @@ class Telemetry:
         self._latest: StepRecord | None = None
         self._refreshed = 0.0
         self._spans_out = (0, 0)
-        self._ring: deque[tuple[int, float, bytes]] = deque(maxlen=history_steps)
+        self._ring: deque[tuple[int, float, bytes]] = deque()
+        self._ring_bytes = 0
         self._ring_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
         self._thread.start()
@@ -156,7 +158,8 @@ class Telemetry:
         return found[::-1]
 
     def steps_of_last(self, seconds: float) -> list[bytes]:
-        """Encoded steps that started within the last `seconds`, the oldest first."""
+        """Encoded steps that started within the last `seconds` up to now, the oldest first."""
+        self.flush()
         since = time.time() - seconds
         with self._ring_lock:
             return [line for _, started, line in self._ring if started >= since]
@@ -325,8 +328,11 @@ class Telemetry:
         horizon = record.started - self._history_seconds
         with self._ring_lock:
             self._ring.append((record.number, record.started, line))
-            while self._ring[0][1] < horizon:
-                self._ring.popleft()
+            self._ring_bytes += len(line)
+            while len(self._ring) > 1 and (
+                self._ring[0][1] < horizon or self._ring_bytes > self._history_bytes
+            ):
+                self._ring_bytes -= len(self._ring.popleft()[2])
 
     def _refresh(self) -> None:
         self._refreshed = time.monotonic()

@@ -14,6 +14,7 @@ from engine_actor.actor import EngineActor, StepLoop
 from engine_actor.engine import Engine, StepRecord
 from engine_actor.messages import EngineInfo, EngineStatus, Frame
 from engine_actor.request import Output, Request
+from engine_actor.step_wire import decode_step, unpack_steps
 from model.sampler import SamplingParams
 from policies.fcfs import Fcfs
 from tests.fakes import VOCAB, FakeModel, fake_kv, fake_telemetry
@@ -263,6 +264,19 @@ def test_other_replicas_learn_how_busy_the_engine_is() -> None:
         assert frame.outputs == ()
         await engine.detach("busy")
         assert [frame async for frame in busy] == []
+
+    actor_scenario(work)
+
+
+def test_past_steps_come_as_one_message() -> None:
+    async def work(engine: EngineActor) -> None:
+        stream = engine.frames("replica")
+        await anext(stream)
+        await engine.submit("replica", [request("a")])
+        frames = [await anext(stream) for _ in range(5)]
+        steps = unpack_steps(await engine.history(60))
+        assert [decode_step(step).number for step in steps] == list(range(frames[-1].status.steps))
+        assert unpack_steps(await engine.history(0)) == []
 
     actor_scenario(work)
 

@@ -20,7 +20,7 @@ from engine_actor.metrics import OTHER_TENANTS, TENANT_LABELS, EngineMetrics, ex
 from engine_actor.request import Request
 from engine_actor.span_export import SpanSink
 from engine_actor.spans import MAX_REQUEST_IDS, parse_context
-from engine_actor.step_wire import decode_step
+from engine_actor.step_wire import decode_step, pack_steps, unpack_steps
 from engine_actor.telemetry import BACKLOG, Telemetry
 from model.sampler import SamplingParams
 from policies.fcfs import Fcfs
@@ -334,14 +334,19 @@ def test_every_figure_is_mirrored() -> None:
     assert {"slotserve_output_tokens_total", "slotserve_time_to_first_token_seconds_sum"} <= own
 
 
-def test_the_ring_keeps_the_last_steps_and_tells_who_waits() -> None:
-    with watched(tight_engine(), history_steps=5) as subject:
+def test_the_ring_keeps_the_last_steps_within_so_many_bytes_and_tells_who_waits() -> None:
+    with watched(tight_engine(), history_bytes=5000) as subject:
         requests = [request(f"r{i}", 9, 8, f"tenant-{i % 2}") for i in range(4)]
         subject.run(requests)
         telemetry = subject.telemetry
         lines = telemetry.steps_of_last(60)
         last = telemetry.last_step
-        assert [decode_step(line).number for line in lines] == list(range(last - 4, last + 1))
+        numbers = [decode_step(line).number for line in lines]
+        assert numbers == list(range(last - len(lines) + 1, last + 1))
+        assert numbers[0] > 0
+        assert 5000 - 2 * max(map(len, lines)) < sum(map(len, lines)) <= 5000
+        assert unpack_steps(pack_steps(lines)) == lines
+        assert unpack_steps(pack_steps([])) == []
         assert [json.loads(line)["number"] for line in telemetry.steps_since(last - 2, 10)] == [
             last - 1,
             last,
