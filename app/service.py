@@ -247,7 +247,7 @@ class Service:
             raise invalid(f"Invalid 'n': {body.n}, the limit is {known.max_n}", "n")
         sequences = body.n * (len(body.prompts) if isinstance(body, CompletionRequest) else 1)
         # Beyond it the queue would be full for this request however empty it is.
-        most = known.max_num_seqs + known.max_waiting
+        most = known.num_engines * (known.max_num_seqs + known.max_waiting)
         if sequences > most:
             raise invalid(f"Invalid 'n': {sequences} choices in all, but {most} may run or wait", "n")
 

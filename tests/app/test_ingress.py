@@ -61,9 +61,9 @@ async def site(
     **settings: Any,
 ) -> AsyncIterator[Site]:
     directory = LocalDirectory(build_toy(seconds=seconds, max_len=MAX_LEN, kv_budget=kv_budget), max_waiting)
-    client = EngineClient("replica", 1, directory)
-    await client.start()
     known = Settings(model_name=MODEL, max_waiting=max_waiting, **settings)
+    client = EngineClient("replica", known.num_engines, directory)
+    await client.start()
     app = create_app(Service(known, tokenizer, client, Tenants(keys or {}, known.max_tenants)))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     try:
@@ -422,14 +422,19 @@ def test_every_limit_admits_its_own_value(tokenizer: Tokenizer) -> None:
     scenario(work, tokenizer, max_n=4, max_prompts=3)
 
 
-def test_more_choices_than_may_ever_wait_are_refused_at_once(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_more_choices_than_may_ever_wait_are_refused_at_once(tokenizer: Tokenizer, num_engines: int) -> None:
     async def work(s: Site) -> None:
-        prompts = [[1], [2]]
+        async with asyncio.timeout(5):
+            while len(s.client.engines()) < num_engines:
+                await asyncio.sleep(0.01)
+        prompts = [[1], [2]] * num_engines
         assert (await s.post("/v1/completions", prompt=prompts, n=2, max_tokens=1)).status_code == 200
-        error = await s.refused("/v1/completions", 400, "n", prompt=[*prompts, [3]], n=2, max_tokens=1)
-        assert "6 choices" in error["message"]
+        beyond = [*prompts, *[[3]] * num_engines]
+        error = await s.refused("/v1/completions", 400, "n", prompt=beyond, n=2, max_tokens=1)
+        assert f"{6 * num_engines} choices" in error["message"]
 
-    scenario(work, tokenizer, max_num_seqs=2, max_waiting=3)
+    scenario(work, tokenizer, max_num_seqs=2, max_waiting=3, num_engines=num_engines)
 
 
 @pytest.mark.parametrize(
