@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,3 +74,14 @@ def test_one_changed_token_is_one_difference(tmp_path: Path) -> None:
     position = next(iter(again.tokens))
     again.tokens[position] = replace(again.tokens[position], token=-1)
     assert alone.differs_at(again) == [position]
+
+
+def test_the_readmes_notebook_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    section = readme.partition("## Without Ray")[2].partition("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    exec(code, {})
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 8
+    assert printed[0].startswith("0 [('a', ")
+    assert all("'b'" in line for line in printed)
