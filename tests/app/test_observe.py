@@ -14,6 +14,7 @@ import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from app import live
 from app.live import LAG, LiveFeed
 from app.observe import MAX_TRACES, MAX_WATCHERS, Observatory
 from app.openai_api import ApiError
@@ -238,3 +239,35 @@ def test_a_dead_engine_leaves_the_others_visible(server: ObservedServer) -> None
     metrics, trace = asyncio.run(ask())
     assert b'slotserve_steps_total{engine="engine-0"}' in metrics
     assert {event["pid"] for event in json.loads(trace)["traceEvents"]} == {0}
+
+
+def test_a_page_goes_on_when_an_engine_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "RETRY_SECONDS", 0.01)
+    asked: list[int] = []
+
+    class RestartedView:
+        """Alive at step 7, then gone, then back from step 0 on."""
+
+        async def news(self, since: int) -> tuple[int, bytes]:
+            asked.append(since)
+            if len(asked) == 2:
+                raise ConnectionError
+            return (7, b"before\n") if len(asked) == 1 else (len(asked), b"after\n")
+
+        async def history(self, seconds: float) -> list[bytes]:
+            return []
+
+        async def figures(self) -> list[Metric]:
+            return []
+
+    async def watch() -> list[bytes]:
+        feed = LiveFeed(lambda: {"engine-0": RestartedView()}, dict, max_watchers=1)
+        watcher = feed.enter()
+        lines = feed.read(watcher)
+        received = [await anext(lines) for _ in range(4)]
+        feed.leave(watcher)
+        return received
+
+    received = asyncio.run(asyncio.wait_for(watch(), 10))
+    assert received[2:] == [b"before\n", b"after\n"]
+    assert asked[:3] == [-1, 7, -1]
