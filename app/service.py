@@ -199,7 +199,7 @@ class Service:
                     logprobs=wanted[0],
                     prompt_logprobs=wanted[1],
                 ),
-                eos_token_ids=self.tokenizer.eos_token_ids,
+                eos_token_ids=self.tokenizer.eos_token_ids | self.info.eos_token_ids,
                 tenant=tenant,
                 priority=body.priority,
                 arrival=arrival,

@@ -84,4 +84,5 @@ def _describe(config: EngineConfig, engine: Engine, model: Transformer, threads:
         slots=kv.num_slots,
         mode=config.mode,
         policy=engine.scheduler.policy.name,
+        eos_token_ids=model.config.eos_token_ids,
     )

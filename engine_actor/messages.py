@@ -56,6 +56,8 @@ class EngineInfo:
     slots: int
     mode: str
     policy: str
+    eos_token_ids: frozenset[int] = frozenset()
+    """Tokens that end a sequence by the model's own files; the tokenizer's may name others."""
     pid: int = field(default_factory=os.getpid)
     """Of the engine's process; it changes when the engine is started again."""
 

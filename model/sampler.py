@@ -176,7 +176,9 @@ def _adjust(row: npt.NDArray[np.float32], sequence: Sequenced) -> None:
         row[token] += bias
     output = sequence.tokens[sequence.prompt_len :]
     if len(output) < p.min_tokens:
-        row[[*sequence.eos_token_ids, *p.stop_token_ids]] = -np.inf
+        # A tokenizer may know an end token that the model's vocabulary lacks.
+        ends = [token for token in (*sequence.eos_token_ids, *p.stop_token_ids) if token < len(row)]
+        row[ends] = -np.inf
     if p.repetition_penalty != 1:
         seen = np.unique(sequence.tokens)
         row[seen] = np.where(

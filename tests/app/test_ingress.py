@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -293,6 +293,19 @@ def test_a_stop_string_ends_the_answer_before_it_and_the_slot_is_free(tokenizer:
         free = (await s.post("/v1/completions", **options, min_tokens=40)).json()["choices"][0]["text"]
         late = (await s.post("/v1/completions", **options, min_tokens=40, stop=free[7:10])).json()
         assert late["choices"][0]["text"] == free
+
+    scenario(work, tokenizer)
+
+
+def test_the_models_own_end_tokens_end_an_answer(tokenizer: Tokenizer) -> None:
+    async def work(s: Site) -> None:
+        options = {"prompt": [1], "max_tokens": 9, "temperature": 0, "logit_bias": {"5": 100}}
+        without = (await s.post("/v1/completions", **options)).json()
+        assert without["usage"]["completion_tokens"] == 9
+        s.client.info = replace(s.client.info, eos_token_ids=frozenset({5}))
+        ended = (await s.post("/v1/completions", **options)).json()
+        assert ended["choices"][0]["finish_reason"] == "stop"
+        assert ended["usage"]["completion_tokens"] == 1
 
     scenario(work, tokenizer)
 

@@ -153,6 +153,15 @@ def test_min_tokens_masks_every_stop_token_until_reached() -> None:
     assert one(row, Sequence(params, tokens=[3, 2, 2], prompt_len=1)) == 0
 
 
+def test_an_end_token_beyond_the_vocabulary_changes_nothing() -> None:
+    row = torch.tensor([9.0, 8, 7, 6])
+    params = SamplingParams(temperature=0, min_tokens=1)
+    sequence = Sequence(params, tokens=[3], prompt_len=1, eos_token_ids=frozenset({0, len(row)}))
+    assert one(row, sequence) == 1
+    sequence.eos_token_ids = frozenset({len(row)})
+    assert one(row, sequence) == 0
+
+
 KNOBS = st.fixed_dictionaries(
     {
         "temperature": st.sampled_from([0.0, 0.3, 1.0, 3.0]),
