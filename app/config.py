@@ -90,7 +90,10 @@ class Settings(BaseModel):
         f"`{API_KEYS_VARIABLE}` holds the same JSON. With keys, every request needs one.",
     )
     stall_seconds: float = Field(
-        60, gt=0, description="`/health` turns 503 if work waits and no step has ended for so long."
+        60,
+        gt=0,
+        description="If work waits and no step has ended for so long, `/health` turns 503 and the engine is "
+        "started again; its requests go on.",
     )
     tracing: bool = Field(
         True,
@@ -154,6 +157,7 @@ class Settings(BaseModel):
             policy=self.policy,
             policy_settings=self._weighted() if self.policy == "fair" else self.policy_settings,
             max_waiting=self.max_waiting,
+            stall_seconds=self.stall_seconds,
         )
 
     def _weighted(self) -> dict[str, Any]:

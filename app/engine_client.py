@@ -283,7 +283,7 @@ class EngineClient:
         return [connection for connection in self._connections if connection.engine is not None]
 
     def _best(self) -> _Connection:
-        candidates = [connection for connection in self._live() if not connection.silent]
+        candidates = [c for c in self._live() if max(c.status.stalled, c.silent) <= LEASE_SECONDS]
         return max(
             candidates or self._live(), key=lambda c: (c.status.free_kv - c.promised, -c.status.waiting)
         )

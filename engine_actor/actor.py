@@ -265,10 +265,12 @@ class EngineActor:
         name: str,
         build: Build,
         max_waiting: int,
+        stall_seconds: float,
         telemetry: Callable[[], Telemetry],
     ) -> None:
         logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
         self._name = name
+        self._stall_seconds = stall_seconds
         self._loop: asyncio.AbstractEventLoop | None = None
         self._info: asyncio.Future[EngineInfo] | None = None
         self._replicas: dict[str, _Attachment] = {}
@@ -417,6 +419,8 @@ class EngineActor:
                 if now - attached.heard > LEASE_SECONDS:
                     log.warning("replica %s has gone silent: its requests are dropped", name)
                     self._detach(name)
+            if (stalled := self._steps.status().stalled) > self._stall_seconds:
+                self._give_up(TimeoutError(f"no step has ended for {stalled:.0f} s"))
 
 
 class _Attachment:

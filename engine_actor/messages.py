@@ -25,6 +25,7 @@ class EngineConfig:
     policy: str = "fcfs"
     policy_settings: dict[str, Any] = field(default_factory=dict)
     max_waiting: int = 1024
+    stall_seconds: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)

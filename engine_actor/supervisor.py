@@ -128,7 +128,7 @@ class Supervisor:
         telemetry = functools.partial(open_telemetry, f"engine-{index}", self._telemetry)
         actor_class = ray.remote(EngineActor).options(name=name, num_cpus=0, num_gpus=self._gpu_share())
         return actor_class.remote(
-            name, functools.partial(build_engine, config), config.max_waiting, telemetry
+            name, functools.partial(build_engine, config), config.max_waiting, config.stall_seconds, telemetry
         )
 
     def _gpu_share(self) -> float:

@@ -56,7 +56,7 @@ class LocalEngine:
     """An EngineActor that can be killed. Messages are copied, as Ray would."""
 
     def __init__(self, build: Callable[[], tuple[Engine, EngineInfo]], max_waiting: int = 100) -> None:
-        self.actor = EngineActor("engine", build, max_waiting, fake_telemetry)
+        self.actor = EngineActor("engine", build, max_waiting, 60.0, fake_telemetry)
         self.dead = asyncio.Event()
 
     def kill(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ from app.engine_client import (
     QueueFullError,
     RayEngine,
 )
-from engine_actor.messages import EngineFailedError, EngineInfo
+from engine_actor.actor import LEASE_SECONDS
+from engine_actor.messages import EngineFailedError, EngineInfo, EngineStatus
 from engine_actor.request import Request
 from model.sampler import SamplingParams
 from tests.app.engines import LocalDirectory, LocalEngine, build_toy
@@ -214,22 +216,45 @@ def test_a_replica_whose_lease_ran_out_attaches_anew_and_goes_on(monkeypatch: py
 
 
 def test_a_silent_engine_counts_as_stalled_and_gets_no_more_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_client, "LEASE_SECONDS", 0.2)
+    now = 0.0
+    monkeypatch.setattr(engine_client, "LEASE_SECONDS", 0.1)
+    monkeypatch.setattr(engine_client, "time", SimpleNamespace(monotonic=lambda: now))
 
+    async def scenario() -> None:
+        nonlocal now
+        directory = LocalDirectory(build_toy())
+        async with client_of(directory, engines=2) as client:
+            await until(lambda: None not in client.statuses().values())
+            frozen, waiting = directory.engines[0], asyncio.Event()
+
+            async def say_nothing(replica: str) -> None:
+                waiting.set()
+                await asyncio.Event().wait()
+
+            monkeypatch.setattr(frozen, "renew", say_nothing)
+            await waiting.wait()
+            now = 5.0
+            await until(lambda: client._connections[1].heard == now)
+            statuses = client.statuses()
+            assert statuses["engine-0"] is not None
+            assert statuses["engine-1"] is not None
+            assert statuses["engine-0"].stalled == 5
+            assert statuses["engine-1"].stalled == 0
+            await tokens_of(await client.generate(requests(4)))
+            assert frozen.actor._steps.status().steps == 0
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("stalled", "steps"), [(0.0, 20), (LEASE_SECONDS, 20), (LEASE_SECONDS + 0.1, 0)])
+def test_an_engine_whose_steps_do_not_end_gets_no_more_work(stalled: float, steps: int) -> None:
     async def scenario() -> None:
         directory = LocalDirectory(build_toy())
         async with client_of(directory, engines=2) as client:
             await until(lambda: None not in client.statuses().values())
-            frozen = directory.engines[0]
-            monkeypatch.setattr(frozen, "renew", lambda replica: asyncio.Event().wait())
-            await until(lambda: client._connections[0].silent > 0)
-            statuses = client.statuses()
-            assert statuses["engine-0"] is not None
-            assert statuses["engine-1"] is not None
-            assert statuses["engine-0"].stalled > 0.2
-            assert statuses["engine-1"].stalled == 0
-            await tokens_of(await client.generate(requests(4)))
-            assert frozen.actor._steps.status().steps == 0
+            client._connections[0].status = EngineStatus(free_kv=1000, stalled=stalled)
+            await tokens_of(await client.generate(requests(1)))
+            assert directory.engines[0].actor._steps.status().steps == steps
 
     run(scenario())
 

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
+from ray import serve
 from ray.exceptions import ActorUnschedulableError, NodeDiedError, OutOfMemoryError
 
 from engine_actor import supervisor
@@ -55,8 +57,8 @@ def test_an_engine_is_started_again_however_ray_says_it_ended(monkeypatch: pytes
         for watch in subject._watches:
             watch.cancel()
 
-    monkeypatch.setattr(supervisor.serve, "get_replica_context", lambda: SimpleNamespace(app_name="toy"))
+    monkeypatch.setattr(serve, "get_replica_context", lambda: SimpleNamespace(app_name="toy"))
     monkeypatch.setattr(Supervisor, "_start", start)
-    monkeypatch.setattr(supervisor.ray, "kill", killed.append)
+    monkeypatch.setattr(ray, "kill", killed.append)
     monkeypatch.setattr(supervisor, "MAX_BACKOFF_SECONDS", 0.01)
     asyncio.run(asyncio.wait_for(scenario(), 20))
