@@ -129,6 +129,8 @@ class _Flight:
     sequence: int
     outputs: asyncio.Queue[tuple[int, Output]]
     tokens: list[int] = field(default_factory=list)
+    last_token: float | None = None
+    """When the last of `tokens` came."""
     resumes: int = 0
     earlier_preemptions: int = 0
     """On engines that died."""
@@ -139,6 +141,7 @@ class _Flight:
     def push(self, output: Output) -> None:
         if output.sampled is not None:
             self.tokens.append(output.sampled.token)
+            self.last_token = time.time()
         self.over = output.finish_reason is not None
         self.preemptions = self.earlier_preemptions + output.num_preemptions
         self.outputs.put_nowait((self.sequence, replace(output, num_preemptions=self.preemptions)))
@@ -149,7 +152,7 @@ class _Flight:
         params = self.request.params
         if self.tokens and params.prompt_logprobs is not None:
             params = replace(params, prompt_logprobs=None)
-        return replace(self.request, params=params, resumed=list(self.tokens))
+        return replace(self.request, params=params, resumed=list(self.tokens), last_token=self.last_token)
 
 
 @dataclass(eq=False)

@@ -42,6 +42,8 @@ class Request:
     arrival: float = 0.0
     """When the request reached the HTTP layer: TTFT counts from here, queue wait included."""
     resumed: list[int] = field(default_factory=list)
+    last_token: float | None = None
+    """When the last of `resumed` came: the gap to the next token counts from here."""
     trace_context: dict[str, str] = field(default_factory=dict)
     """W3C `traceparent` (and `tracestate`) of the span that this request's spans belong under."""
 

@@ -102,6 +102,7 @@ class Telemetry:
         self._history_seconds = history_seconds
         self._events: deque[_Submitted | _Stepped | _Ended] = deque()
         self._dropped = 0
+        self._dropped_told = 0
         self._seen = threading.Lock()
         """Held while events are processed."""
         self._wake = threading.Event()
@@ -223,7 +224,7 @@ class Telemetry:
         queue = Stage("queue", request.arrival, request.arrival)
         tenant = self.metrics.tenant(request.tenant)
         parent = parse_context(request.trace_context) if self._sink else None
-        self._lives[request.id] = _Life(request, tenant, parent, [queue])
+        self._lives[request.id] = _Life(request, tenant, parent, [queue], last_token=request.last_token)
         self._waits(request.tenant, 1)
         self._news["arrived"].append(
             [request.id, request.tenant, request.arrival, request.prompt_len, request.params.max_tokens]
@@ -257,7 +258,8 @@ class Telemetry:
         if len(life.stages) == 1:
             life.stages[0].start = life.request.queued
             self.metrics.queue_time.observe(record.started - life.request.queued, tenant=life.tenant)
-            self.metrics.prompt_tokens.inc(life.request.prompt_len, tenant=life.tenant)
+            if not life.request.resumed:
+                self.metrics.prompt_tokens.inc(life.request.prompt_len, tenant=life.tenant)
         self._next_stage(life, "prefill", record.started)
 
     def _served(self, life: _Life, span: Span, record: StepRecord, context: SpanContext | None) -> None:
@@ -284,7 +286,8 @@ class Telemetry:
             life.stages[-1].tokens += 1
         self.metrics.output_tokens.inc(tenant=life.tenant)
         if life.last_token is not None:
-            self.metrics.itl.observe(now - life.last_token, tenant=life.tenant)
+            # Another engine's clock may be ahead of this one's.
+            self.metrics.itl.observe(max(0.0, now - life.last_token), tenant=life.tenant)
         elif not life.request.resumed:
             self.metrics.ttft.observe(now - life.request.arrival, tenant=life.tenant)
         life.last_token = now
@@ -337,8 +340,9 @@ class Telemetry:
     def _refresh(self) -> None:
         self._refreshed = time.monotonic()
         self.metrics.gauge_all(self._latest, self._waiting)
-        self.metrics.records_dropped.inc(self._dropped)
-        self._dropped = 0
+        dropped = self._dropped
+        self.metrics.records_dropped.inc(dropped - self._dropped_told)
+        self._dropped_told = dropped
         if self._sink is not None:
             exported, dropped = self._sink.exported, self._sink.dropped
             self.metrics.spans_exported.inc(exported - self._spans_out[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -101,6 +102,31 @@ def test_a_killed_engine_costs_no_token_and_repeats_none(engines: int) -> None:
             assert not generation.flights[0].over
             directory.engines[0].kill()
             assert await reading == expected
+
+    run(scenario())
+
+
+def test_the_engine_that_goes_on_counts_each_prompt_once_and_every_gap() -> None:
+    async def scenario() -> None:
+        directory = LocalDirectory(build_toy(seconds=0.005))
+        async with client_of(directory) as client:
+            generation = await client.generate(requests(6))
+            reading = asyncio.ensure_future(tokens_of(generation))
+            await until(lambda: all(len(flight.tokens) >= 3 for flight in generation.flights[:4]))
+            directory.engines[0].kill()
+            await reading
+            figures = await directory.engines[0].actor.figures()
+            counted = {
+                sample.name: sample.value
+                for family in figures
+                for sample in family.samples
+                if sample.labels.get("tenant") == "default"
+            }
+            # Four had begun on the engine before.
+            assert counted["slotserve_prompt_tokens_total"] == 2 * 3
+            assert counted["slotserve_time_to_first_token_seconds_count"] == 2
+            gaps = counted["slotserve_inter_token_latency_seconds_count"]
+            assert gaps == counted["slotserve_output_tokens_total"] - 2
 
     run(scenario())
 
@@ -218,7 +244,7 @@ def test_a_replica_whose_lease_ran_out_attaches_anew_and_goes_on(monkeypatch: py
 def test_a_silent_engine_counts_as_stalled_and_gets_no_more_work(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(engine_client, "LEASE_SECONDS", 0.1)
-    monkeypatch.setattr(engine_client, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(engine_client, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
 
     async def scenario() -> None:
         nonlocal now

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -264,6 +265,23 @@ def test_metrics_count_what_happened() -> None:
         )
 
 
+def test_a_resumed_request_waited_since_its_last_token_and_its_prompt_is_counted_already() -> None:
+    engine = Engine(FakeModel(), fake_kv(), Fcfs(), clock=lambda: 100.0)
+    with watched(engine) as subject:
+        resumed = request("r", 5, 4)
+        resumed = replace(resumed, arrival=80.0, resumed=[1, 2], last_token=97.0)
+        ahead = replace(resumed, id="ahead", last_token=101.0)
+        subject.run([resumed, ahead])
+        label = 'engine="0",tenant="t"'
+        assert subject.metric(f"slotserve_output_tokens_total{{{label}}}") == 4
+        assert subject.metric(f"slotserve_inter_token_latency_seconds_count{{{label}}}") == 4
+        waited = subject.metric(f"slotserve_inter_token_latency_seconds_sum{{{label}}}")
+        assert waited == pytest.approx(3, abs=0.3)
+        text = exposition([subject.telemetry.metrics.families()]).decode()
+        assert f"slotserve_time_to_first_token_seconds_count{{{label}}}" not in text
+        assert f"slotserve_prompt_tokens_total{{{label}}}" not in text
+
+
 def test_preemptions_recompute_and_aborts_are_counted() -> None:
     with watched(tight_engine()) as subject:
         requests = [request(f"r{i}", 9, 16) for i in range(3)]
@@ -372,7 +390,7 @@ def test_old_steps_leave_the_ring_by_age() -> None:
         assert len(subject.telemetry.steps_of_last(60)) == 1
 
 
-def test_a_backlog_is_bounded_and_counted() -> None:
+def test_a_backlog_is_bounded_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     with watched(Engine(FakeModel(), fake_kv(), Fcfs())) as subject:
         subject.engine.submit(request("r", 1, 1))
         outputs, record = subject.engine.step()
@@ -382,7 +400,18 @@ def test_a_backlog_is_bounded_and_counted() -> None:
             before = subject.telemetry._dropped
             subject.telemetry.on_step(record, outputs)
             assert (before, subject.telemetry._dropped) == (0, 1)
-        subject.telemetry._refreshed = 0.0
+            count = subject.telemetry.metrics.records_dropped.inc
+
+            def count_while_one_more_is_dropped(value: float) -> None:
+                subject.telemetry.on_step(record, outputs)
+                count(value)
+
+            monkeypatch.setattr(
+                subject.telemetry.metrics.records_dropped, "inc", count_while_one_more_is_dropped
+            )
+            subject.telemetry._refresh()
+            monkeypatch.undo()
+            subject.telemetry._refresh()
         subject.telemetry.flush()
-        assert subject.metric('slotserve_records_dropped_total{engine="0"}') == 1
+        assert subject.metric('slotserve_records_dropped_total{engine="0"}') == 2
         assert subject.metric('slotserve_steps_total{engine="0"}') == BACKLOG
