@@ -1,0 +1,34 @@
+"""What only a GPU can show; `python -m pytest tests/model/test_cuda.py` is the whole check."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from model.loader import load_model
+from model.transformer import Transformer
+from tests.engine_actor.test_equivalence import assert_company_changes_nothing
+from tests.model.test_transformer import forward
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    return load_model(device="cuda")
+
+
+def test_company_changes_no_bit_on_the_gpu(model: Transformer) -> None:
+    assert_company_changes_nothing(model, requests=12, prompt=60, output=24)
+
+
+def test_the_gpu_agrees_with_the_cpu(model: Transformer) -> None:
+    """bf16 keeps 8 bits, so the two agree in direction and in what is likeliest, not in bits."""
+    tokens = np.random.default_rng(1).integers(0, model.vocab_size, 200)
+    reference = load_model(device="cpu")
+    found, expected = (
+        forward(each, each.new_kv(1, 256), (0, 0, tokens)).cpu() for each in (model, reference)
+    )
+    assert torch.nn.functional.cosine_similarity(found, expected).min() > 0.99
+    assert (found.argmax(-1) == expected.argmax(-1)).float().mean() > 0.8
