@@ -22,6 +22,7 @@ from bench.report import MUTED, PALETTE, Advance, Report
 from bench.workload import HeavyTail, Shape, Workload, build
 from engine_actor.engine import Engine
 from model.batch import Batch
+from model.sampler import Sampled
 from model.transformer import Transformer
 from policies import POLICIES, load_policy
 
@@ -54,7 +55,9 @@ def drive(
     engine = Engine(recorder, model.new_kv(SLOTS, MAX_LEN), load_policy(policy), kv_budget=kv_budget)
     recorder.owners = lambda: {request.slot: request for request in engine.scheduler.running}
     run = bare.drive(engine, workload, advance=advance)
-    tokens = {(t.item.id, index): token for t in run.requests for index, token in enumerate(t.output)}
+    tokens = {
+        (t.item.id, index): Sampled(token) for t in run.requests for index, token in enumerate(t.output)
+    }
     return run, Trail(recorder.digests, tokens)
 
 
