@@ -29,6 +29,9 @@ T = TypeVar("T")
 
 MAX_RESUMES = 3
 """Engine deaths one request may live through; it may itself be what kills them."""
+SUSPECT_RESUMES = 2
+"""Deaths after which a request is a suspect. Suspects go on one after the other, each once the one
+before it has got past the token at which the last engine died; a death until then is its alone."""
 REATTACH_SECONDS = 0.25
 RETRY_SECONDS = 1.0
 """Between questions for an engine that cannot be had at the moment."""
@@ -137,6 +140,8 @@ class _Flight:
     preemptions: int = 0
     over: bool = False
     """Ended, or nobody wants it any more."""
+    moved: asyncio.Event = field(default_factory=asyncio.Event)
+    """A token, its end, or the death of its engine has come since this was last cleared."""
 
     def push(self, output: Output) -> None:
         if output.sampled is not None:
@@ -145,6 +150,7 @@ class _Flight:
         self.over = output.finish_reason is not None
         self.preemptions = self.earlier_preemptions + output.num_preemptions
         self.outputs.put_nowait((self.sequence, replace(output, num_preemptions=self.preemptions)))
+        self.moved.set()
 
     def resumed(self) -> Request:
         """The request that continues after the tokens received so far."""
@@ -220,6 +226,9 @@ class EngineClient:
         self._directory = directory
         self._connections = [_Connection(index) for index in range(num_engines)]
         self._attached = asyncio.Condition()
+        self._trial = asyncio.Lock()
+        self._suspect: _Flight | None = None
+        """Whose trial it is."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: EngineFailedError | None = None
         self._background: list[asyncio.Task[None]] = []
@@ -277,6 +286,7 @@ class EngineClient:
         unwanted = [flight for flight in flights if not flight.over]
         for flight in unwanted:
             flight.over = True
+            flight.moved.set()
         for connection in self._connections:
             here = [f.request.id for f in unwanted if connection.flights.pop(f.request.id, None)]
             if here and connection.engine is not None:
@@ -358,6 +368,12 @@ class EngineClient:
     def _strand(self, connection: _Connection) -> None:
         """The engine has none of what was sent there: go on with it elsewhere, or there anew."""
         stranded, connection.flights = list(connection.flights.values()), {}
+        suspect = self._suspect
+        blamed = [suspect] if suspect in stranded and not suspect.moved.is_set() else stranded
+        for flight in blamed:
+            flight.resumes += 1
+        for flight in stranded:
+            flight.moved.set()
         if stranded:
             self._spawn(self._resume(stranded))
 
@@ -383,17 +399,29 @@ class EngineClient:
         """Go on with requests whose engine died: on another one, or on the same one when it is back."""
         going_on = []
         for flight in stranded:
-            flight.resumes += 1
             if flight.resumes <= MAX_RESUMES:
                 going_on.append(flight)
             else:
                 message = f"{flight.resumes} engines died while they worked on this request"
                 flight.push(Output(flight.request.id, len(flight.tokens), None, "error", message))
+        log.warning("resuming %d requests", len(going_on))
+        await self._place_again([flight for flight in going_on if flight.resumes < SUSPECT_RESUMES])
+        for flight in going_on:
+            if flight.resumes >= SUSPECT_RESUMES:
+                async with self._trial:
+                    self._suspect = flight
+                    flight.moved.clear()
+                    if await self._place_again([flight]):
+                        await flight.moved.wait()
+                    self._suspect = None
+
+    async def _place_again(self, flights: Sequence[_Flight]) -> bool:
+        """Place what is still wanted as soon as an engine is there; False: nothing was."""
         async with self._attached:
             await self._attached.wait_for(lambda: bool(self._live()))
-        going_on = [flight for flight in going_on if not flight.over]
-        log.warning("resuming %d requests", len(going_on))
-        await self._place(going_on, again=True)
+        wanted = [flight for flight in flights if not flight.over]
+        await self._place(wanted, again=True)
+        return bool(wanted)
 
     async def _report(self, error: EngineFailedError) -> None:
         async with self._attached:

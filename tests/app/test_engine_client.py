@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from ray.exceptions import OutOfMemoryError, RuntimeEnvSetupError
 from ray.serve.exceptions import DeploymentUnavailableError
 
@@ -23,10 +24,13 @@ from app.engine_client import (
     RayEngine,
 )
 from engine_actor.actor import LEASE_SECONDS
+from engine_actor.engine import Engine
 from engine_actor.messages import EngineFailedError, EngineInfo, EngineStatus
 from engine_actor.request import Request
+from model.batch import Batch
 from model.sampler import SamplingParams
-from tests.app.engines import LocalDirectory, LocalEngine, build_toy
+from model.slot_kv import SlotKV
+from tests.app.engines import POISON, LocalDirectory, LocalEngine, PacedModel, build_toy
 
 
 def request(name: str, prompt: list[int], max_tokens: int, *, seed: int = 0) -> Request:
@@ -151,6 +155,53 @@ def test_a_request_that_outlives_too_many_engines_ends_with_an_error(monkeypatch
             assert last.finish_reason == "error"
             assert "4 engines died" in (last.error or "")
             await killing
+
+    run(scenario())
+
+
+def test_a_request_that_kills_engines_takes_no_other_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_client, "REATTACH_SECONDS", 0.01)
+    deaths = 0
+
+    async def scenario() -> None:
+        async with client_of(LocalDirectory(build_toy())) as client:
+            expected = await tokens_of(await client.generate(requests(6)))
+
+        def kill() -> None:
+            nonlocal deaths
+            deaths += not directory.engines[0].dead.is_set()
+            directory.engines[0].kill()
+
+        class Killed(PacedModel):
+            def forward(self, batch: Batch, kv: SlotKV) -> torch.Tensor:
+                if ((batch.tokens == POISON) & (batch.positions == 0)).any():
+                    loop.call_soon_threadsafe(kill)
+                return super().forward(batch, kv)
+
+        def build() -> tuple[Engine, EngineInfo]:
+            engine, info = build_toy(num_slots=8)()
+            engine.model = Killed(0.005)
+            return engine, info
+
+        loop = asyncio.get_running_loop()
+        directory = LocalDirectory(build)
+        poison = [request(f"p{i}", [POISON, 1], 4) for i in range(2)]
+        innocent = requests(6)
+        texts: dict[int, list[int]] = {i: [] for i in range(len(innocent) + len(poison))}
+        errors: dict[int, str | None] = {}
+        async with client_of(directory) as client:
+            async for sequence, output in await client.generate([*innocent[:3], *poison, *innocent[3:]]):
+                if output.sampled is not None:
+                    texts[sequence].append(output.sampled.token)
+                else:
+                    errors[sequence] = output.error
+        message = "4 engines died while they worked on this request"
+        assert errors == {3: message, 4: message}
+        assert [*list(texts.values())[:3], *list(texts.values())[5:]] == expected
+        # Together twice, then each by itself.
+        assert deaths == engine_client.SUSPECT_RESUMES + len(poison) * (
+            engine_client.MAX_RESUMES + 1 - engine_client.SUSPECT_RESUMES
+        )
 
     run(scenario())
 
