@@ -132,6 +132,8 @@ class _Flight:
     sequence: int
     outputs: asyncio.Queue[tuple[int, Output]]
     tokens: list[int] = field(default_factory=list)
+    fingerprint: str | None = None
+    """Of the engine it was placed on last."""
     last_token: float | None = None
     """When the last of `tokens` came."""
     resumes: int = 0
@@ -295,17 +297,22 @@ class EngineClient:
     def _live(self) -> list[_Connection]:
         return [connection for connection in self._connections if connection.engine is not None]
 
-    def _best(self) -> _Connection:
-        candidates = [c for c in self._live() if max(c.status.stalled, c.silent) <= LEASE_SECONDS]
-        return max(
-            candidates or self._live(), key=lambda c: (c.status.free_kv - c.promised, -c.status.waiting)
-        )
+    def _best(self, fingerprint: str | None) -> _Connection:
+        """The engine with most room: one that answers, and computes like `fingerprint`, if there is one."""
+        live = self._live()
+        well = [c for c in live if max(c.status.stalled, c.silent) <= LEASE_SECONDS] or live
+        alike = [c for c in well if c.info and c.info.fingerprint == fingerprint]
+        return max(alike or well, key=lambda c: (c.status.free_kv - c.promised, -c.status.waiting))
 
     async def _place(self, flights: Sequence[_Flight], *, again: bool) -> list[str]:
         """Share flights out, each to the engine with most free KV; the refusals of those that declined."""
         shares: dict[_Connection, list[_Flight]] = {}
         for flight in flights:
-            best = self._best()
+            best = self._best(flight.fingerprint if flight.tokens else None)
+            assert best.info is not None
+            if flight.tokens and best.info.fingerprint != flight.fingerprint:
+                log.warning("%s goes on where bits may differ, on %s", flight.request.id, best.name)
+            flight.fingerprint = best.info.fingerprint
             best.promised += len(flight.request.prompt) + len(flight.tokens)
             # Registered before it is sent: a frame may overtake the answer, and a death must find it.
             best.flights[flight.request.id] = flight

@@ -36,7 +36,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     model = load_model(config.model, device=config.device, dtype=dtype)
     max_len = min(config.max_len, model.config.context)
     kv = model.new_kv(config.max_num_seqs, max_len)
-    _warm_up(model, kv)
+    bits = _warm_up(model, kv)
     engine = Engine(
         model,
         kv,
@@ -45,21 +45,30 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         max_step_tokens=config.max_step_tokens,
         kv_budget=config.kv_budget_tokens,
     )
-    return engine, _describe(config, engine, model, threads)
+    return engine, _describe(config, engine, model, threads, bits)
 
 
-def _warm_up(model: Transformer, kv: SlotKV) -> None:
-    """Compile the kernels and touch the weights, so that no request waits for it. Uses the scratch slot."""
+def _warm_up(model: Transformer, kv: SlotKV) -> bytes:
+    """Compile the kernels and touch the weights, so that no request waits for it. Uses the scratch slot.
+
+    Returns the bits of what these weights on this machine say to fixed tokens.
+    """
+    bits = b""
     for rows in (min(16, kv.max_len), 1):
         steps = np.arange(rows, dtype=np.int64)
-        batch = Batch(np.zeros_like(steps), steps, np.full_like(steps, kv.scratch), steps[-1:])
+        tokens = np.linspace(0, model.vocab_size - 1, rows, dtype=np.int64)
+        batch = Batch(tokens, steps, np.full_like(steps, kv.scratch), steps[-1:])
         logits = model.forward(batch, kv)
+        bits += logits.cpu().numpy().tobytes()
     for temperature in (0.0, 1.0):
         params = SamplingParams(temperature=temperature, top_p=0.9, logprobs=1)
         sampler.sample(logits, [Request("warm-up", [0], params)])
+    return bits
 
 
-def _describe(config: EngineConfig, engine: Engine, model: Transformer, threads: int) -> EngineInfo:
+def _describe(
+    config: EngineConfig, engine: Engine, model: Transformer, threads: int, bits: bytes
+) -> EngineInfo:
     kv = engine.kv
     megabytes = (kv.keys.nbytes + kv.values.nbytes) / 2**20
     name = find_model(config.model).name
@@ -80,7 +89,7 @@ def _describe(config: EngineConfig, engine: Engine, model: Transformer, threads:
         max_len=kv.max_len,
         largest_request=engine.scheduler.largest_request,
         exact=model.exact,
-        fingerprint="fp_" + hashlib.blake2b(outputs_depend_on.encode(), digest_size=5).hexdigest(),
+        fingerprint="fp_" + hashlib.blake2b(outputs_depend_on.encode() + bits, digest_size=5).hexdigest(),
         slots=kv.num_slots,
         mode=config.mode,
         policy=engine.scheduler.policy.name,

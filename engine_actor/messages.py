@@ -53,7 +53,7 @@ class EngineInfo:
     """Most tokens (prompt + max_tokens) one request may need."""
     exact: bool
     fingerprint: str
-    """What outputs depend on, besides prompt, parameters and seed."""
+    """What outputs depend on, besides prompt, parameters and seed: weights and how they compute here."""
     slots: int
     mode: str
     policy: str

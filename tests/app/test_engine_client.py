@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -332,6 +333,42 @@ def test_an_engine_whose_steps_do_not_end_gets_no_more_work(stalled: float, step
             client._connections[0].status = EngineStatus(free_kv=1000, stalled=stalled)
             await tokens_of(await client.generate(requests(1)))
             assert directory.engines[0].actor._steps.status().steps == steps
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("dying", [[2], [2, 0]])
+def test_a_request_goes_on_where_bits_are_the_same_if_it_can(
+    dying: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(engine_client.log, "warning", lambda text, *args: said.append(text % args))
+
+    async def scenario() -> None:
+        directory = LocalDirectory(build_toy(seconds=0.01))
+        async with client_of(directory, engines=3) as client:
+            await until(lambda: None not in client.statuses().values())
+            other = client._connections[1]
+            assert other.info is not None
+            other.info = replace(other.info, fingerprint="fp_other")
+            # It would be chosen last at first, and first after that.
+            other.status = EngineStatus(free_kv=0)
+            client._connections[0].status = EngineStatus(free_kv=1)
+            generation = await client.generate(requests(1, max_tokens=60))
+            reading = asyncio.ensure_future(tokens_of(generation))
+            flight = generation.flights[0]
+            directory.restarting = False
+            for i in dying:
+                await until(lambda c=client._connections[i]: flight.request.id in c.flights)  # type: ignore[misc]
+                held = len(flight.tokens)
+                await until(lambda: len(flight.tokens) > held)
+                other.status = EngineStatus(free_kv=1000)
+                directory.engines[i].kill()
+            assert len((await reading)[0]) == 60
+            assert directory.engines[0].actor._steps.status().steps > 0
+            assert (directory.engines[1].actor._steps.status().steps > 0) == (len(dying) == 2)
+            assert ("r0 goes on where bits may differ, on engine-1" in said) == (len(dying) == 2)
+            directory.restarting = True
 
     run(scenario())
 
