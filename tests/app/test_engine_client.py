@@ -361,7 +361,7 @@ def test_a_request_goes_on_where_bits_are_the_same_if_it_can(
             for i in dying:
                 await until(lambda c=client._connections[i]: flight.request.id in c.flights)  # type: ignore[misc]
                 held = len(flight.tokens)
-                await until(lambda: len(flight.tokens) > held)
+                await until(lambda held=held: len(flight.tokens) > held)  # type: ignore[misc]
                 other.status = EngineStatus(free_kv=1000)
                 directory.engines[i].kill()
             assert len((await reading)[0]) == 60

@@ -24,7 +24,9 @@ def test_an_engine_names_every_end_token_of_its_model(tmp_path: Path) -> None:
 
 def test_the_fingerprint_tells_weights_of_one_name_apart(tmp_path: Path) -> None:
     def fingerprint(name: str, max_num_seqs: int) -> str:
-        config = EngineConfig(str(tmp_path / name), device="cpu", max_num_seqs=max_num_seqs, max_len=32)
+        config = EngineConfig(
+            str(tmp_path / name), device="cpu", threads=1, max_num_seqs=max_num_seqs, max_len=32
+        )
         return build_engine(config)[1].fingerprint
 
     weights = save_random_model(tmp_path / "first" / "model", "llama")
