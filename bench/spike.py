@@ -20,7 +20,7 @@ from engine_actor.engine import Engine, StepRecord
 from engine_actor.scheduler import Mode
 
 MODES: tuple[Mode, ...] = ("separate", "batched", "chunked")
-BUDGETS = (24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+BUDGETS = (24, 32, 40, 48, 64, 96, 128, 256, 512)
 LEAD = 30
 """Steps of plain decoding before the long prompt arrives."""
 NAMES = {
@@ -60,7 +60,9 @@ class Trial:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     bare.add_arguments(parser)
     parser.add_argument("--prompt", type=int, default=2000, help="tokens of the long prompt (default: 2000)")
-    parser.add_argument("--decoders", type=int, default=12, help="requests already decoding (default: 12)")
+    parser.add_argument(
+        "--decoders", type=int, help="requests already decoding (default: all slots but the prompt's)"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="trials per mode; the median one is reported")
     parser.add_argument(
         "--budgets", type=int, nargs="*", default=BUDGETS, help="step budgets of the sweep, in rows"
@@ -69,14 +71,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     report = Report("spike", args.out)
-    if args.decoders >= args.slots:
-        raise BenchError("--decoders must leave one of the --slots to the long prompt")
+    decoders = args.slots - 1 if args.decoders is None else args.decoders
+    if not 1 <= decoders < args.slots:
+        raise BenchError("--decoders must be at least 1 and leave one of the --slots to the long prompt")
     model = bare.load(args.model)
     bare.warm_up(model)
 
     def trial(mode: Mode, budget: int | None = None) -> Trial:
         engine = bare.build(model, slots=args.slots, max_len=args.max_len, mode=mode, max_step_tokens=budget)
-        return _trial(engine, args.decoders, args.prompt)
+        return _trial(engine, decoders, args.prompt)
 
     budgets = [budget for budget in args.budgets if budget > args.slots]
     trials: dict[Mode, Trial] = {}
@@ -96,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
     data = _figures(trials) | {
         "prompt_tokens": args.prompt,
-        "decoders": args.decoders,
+        "decoders": decoders,
         "sweep": [
             {"budget": budget, "itl_worst": t.worst, "itl_median": t.median, "long_ttft": t.ttft}
             for budget, t in sweep.items()
@@ -114,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
         _draw_sweep(report, sweep, data["knee"])
 
     report.table(
-        f"{args.decoders} decoders, then a prompt of {args.prompt:,} tokens",
+        f"{decoders} decoders, then a prompt of {args.prompt:,} tokens",
         ["mode", "ITL p50 (ms)", "ITL worst (ms)", "worst / p50", "long prompt's TTFT (s)"],
         [[m, 1000 * t.median, 1000 * t.worst, t.worst / t.median, t.ttft] for m, t in trials.items()],
     )

@@ -20,9 +20,11 @@ Mode = Literal["separate", "batched", "chunked"]
 MAX_SCORED_ROWS = 256
 """Rows of one prompt that bring their logits in one forward: each is as wide as the vocabulary."""
 
-STEP_TOKENS_PER_SLOT = 4
-"""Default rows of a step in mode `chunked`: the knee of `python -m bench spike`. Fewer delay a long
-prompt's first token, more stall everyone else's next one."""
+CALM_TOKENS_PER_SLOT = 2
+BACKLOG_TOKENS_PER_SLOT = 5
+"""Default rows of a step in mode `chunked`, for each slot. While nobody waits for a slot, a prompt must
+not stall those who decode: at two, a step takes less than twice a plain one (`python -m bench spike`).
+Once requests queue, slots that wait for their prefill cost everyone more than a longer step."""
 
 
 @dataclass(slots=True)
@@ -49,7 +51,7 @@ class Scheduler:
     mode `separate`: each prompt is its own forward, before the decode forward;
     `batched`: all prompts of the step share one forward, before the decode forward;
     `chunked`: prompts share the decode forward, `max_step_tokens` rows at most together
-    (default: STEP_TOKENS_PER_SLOT for each slot).
+    (default: two for each slot, five while requests wait for a slot).
     """
 
     def __init__(
@@ -61,9 +63,7 @@ class Scheduler:
         max_step_tokens: int | None = None,
         kv_budget: int | None = None,
     ) -> None:
-        if max_step_tokens is None:
-            max_step_tokens = STEP_TOKENS_PER_SLOT * kv.num_slots
-        if mode == "chunked" and max_step_tokens <= kv.num_slots:
+        if mode == "chunked" and max_step_tokens is not None and max_step_tokens <= kv.num_slots:
             raise ValueError(
                 f"max_step_tokens ({max_step_tokens}) must exceed the number of slots ({kv.num_slots}), "
                 "or a full batch of decodes leaves no room for any prompt"
@@ -83,6 +83,18 @@ class Scheduler:
     def largest_request(self) -> int:
         """Most tokens (prompt + max_tokens) a request may need: more could never finish."""
         return min(self.kv.max_len, self.kv_budget)
+
+    @property
+    def step_tokens(self) -> int:
+        """Rows that a step may hold in mode `chunked`, now."""
+        if self.max_step_tokens is None and len(self.policy):
+            return BACKLOG_TOKENS_PER_SLOT * self.kv.num_slots
+        return self._least_step_tokens
+
+    @property
+    def _least_step_tokens(self) -> int:
+        calm = CALM_TOKENS_PER_SLOT * self.kv.num_slots
+        return calm if self.max_step_tokens is None else self.max_step_tokens
 
     @property
     def held_slots(self) -> int:
@@ -183,7 +195,7 @@ class Scheduler:
             return free_slots > 0
         tokens, steps = len(request.tokens), 1
         if self.mode == "chunked":
-            steps = math.ceil(tokens / max(1, self.max_step_tokens - neighbours))
+            steps = math.ceil(tokens / max(1, self._least_step_tokens - neighbours))
         return free_slots > 0 and demand + tokens + (neighbours + 1) * steps <= self.kv_budget
 
     def _yielding(self, head: Request, plan: Plan, demand: int, now: float) -> list[Request]:
@@ -213,7 +225,7 @@ class Scheduler:
         return [shared, *alone] if shared else alone
 
     def _chunk(self, plan: Plan, prefilling: list[Request]) -> None:
-        room = self.max_step_tokens - len(plan.decode)
+        room = self.step_tokens - len(plan.decode)
         for request in prefilling:
             count = min(room, len(request.tokens) - request.computed)
             if request.params.prompt_logprobs is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.__main__ import experiments
 from bench.report import REPO
 
 PAGE = REPO / "docs" / "continuous-batching.md"
@@ -32,3 +33,8 @@ def test_the_short_version_takes_a_minute() -> None:
 @pytest.mark.parametrize(("symbol", "path"), POINTERS)
 def test_every_pointer_into_the_code_leads_somewhere(symbol: str, path: str) -> None:
     assert symbol in symbols(REPO / path)
+
+
+def test_every_experiment_that_is_named_exists() -> None:
+    named = set(re.findall(r"`(?:python -m )?bench (\w+)", PAGE.read_text()))
+    assert named <= experiments().keys()

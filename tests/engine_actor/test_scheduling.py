@@ -168,7 +168,7 @@ class Watched:
         assert all(rows[r] == 1 for r in running if r.phase is Phase.DECODE)
         if scheduler.mode == "chunked":
             wanted = sum(len(r.tokens) - r.computed for r in running)
-            assert sum(rows.values()) == min(wanted, scheduler.max_step_tokens)
+            assert sum(rows.values()) == min(wanted, scheduler.step_tokens)
         else:
             assert all(rows[r] == len(r.tokens) - r.computed for r in running)
 
@@ -181,7 +181,7 @@ class Watched:
             assert running
         elif head is not None:
             assert isinstance(head, Request)
-            room = max(1, scheduler.max_step_tokens - len(running))
+            room = max(1, scheduler.step_tokens - len(running))
             steps = -(-len(head.tokens) // room) if scheduler.mode == "chunked" else 1
             grown = sum(len(r.tokens) for r in [head, *running]) + steps * (len(running) + 1)
             full = bool(running) and grown > scheduler.kv_budget
@@ -465,3 +465,13 @@ def test_preemptions_are_logged_once_a_second_at_most(caplog: pytest.LogCaptureF
     total = sum(r.num_preemptions for r in requests)
     assert sum(int(line.split()[1]) for line in lines) == total > len(lines)
     assert f"({lines[0].split()[1]} kv)" in lines[0]
+
+
+def test_the_default_step_is_short_until_requests_queue() -> None:
+    engine = Engine(FakeModel(), fake_kv(num_slots=4, max_len=256), Fcfs())
+    for number in range(4):
+        engine.submit(Request(f"r{number}", [1] * 100, SamplingParams(max_tokens=50), arrival=float(number)))
+    rows = [engine.step()[1].rows for _ in range(3)]
+    engine.submit(Request("waits", [1], SamplingParams(max_tokens=1), arrival=9.0))
+    rows += [engine.step()[1].rows for _ in range(3)]
+    assert rows == [8, 8, 8, 20, 20, 20]
