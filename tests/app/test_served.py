@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import openai
@@ -16,6 +19,7 @@ import pytest
 
 from tests.serving import Server, served, stop
 
+SLOTS = 4
 MODEL = "SmolLM2-135M-Instruct.Q4_1"
 PROMPTS = [
     f"Tell me about {count} {thing}."
@@ -26,7 +30,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with served({"num_engines": 2, "num_replicas": 2, "max_num_seqs": 4, "max_len": 1024}) as running:
+    with served({"num_engines": 2, "num_replicas": 2, "max_num_seqs": SLOTS, "max_len": 1024}) as running:
         yield running
         assert stop(running) == [], "processes outlived the server"
 
@@ -60,6 +64,10 @@ def until(condition: Callable[[], bool], seconds: float) -> None:
 
 def running(server: Server) -> int:
     return sum(engine.get("running", 0) + engine.get("waiting", 0) for engine in engines(server).values())
+
+
+def steps(server: Server) -> int:
+    return sum(engine.get("steps", 0) for engine in engines(server).values())
 
 
 def test_32_parallel_streams_give_the_text_they_give_alone(client: openai.OpenAI) -> None:
@@ -117,17 +125,16 @@ def test_errors_come_as_the_client_knows_them(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("streaming", [True, False])
 def test_a_client_that_hangs_up_frees_its_slot(server: Server, streaming: bool) -> None:
-    body = {"prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "stream": streaming}
-    with httpx.Client(timeout=None) as http:
-        if streaming:
-            with http.stream("POST", f"{server.url}/v1/completions", json=body) as response:
-                next(response.iter_lines())
-                until(lambda: running(server) == 1, 5)
-        else:
-            with pytest.raises(httpx.ReadTimeout):
-                http.post(f"{server.url}/v1/completions", json=body, timeout=2)
-    # Running it to its end would take many times as long.
-    until(lambda: running(server) == 0, 5)
+    tokens = 1000
+    body = json.dumps({"prompt": "Once", "max_tokens": tokens, "ignore_eos": True, "stream": streaming})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: test\r\nContent-Length: {len(body)}\r\n\r\n"
+    before = steps(server)
+    address = urlsplit(server.url)
+    with socket.create_connection((address.hostname, address.port)) as connection:
+        connection.sendall((head + body).encode())
+        until(lambda: running(server) == 1, 20)
+    until(lambda: running(server) == 0, 20)
+    assert steps(server) - before < tokens
 
 
 def test_streams_go_on_when_an_engine_dies(server: Server, client: openai.OpenAI) -> None:
@@ -148,7 +155,10 @@ def test_streams_go_on_when_an_engine_dies(server: Server, client: openai.OpenAI
 
 
 def test_replicas_that_die_leave_nothing_behind(server: Server) -> None:
-    body = {"prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+    # More than the engines could finish before they miss the replicas.
+    sequences, tokens = 4 * 16, 1000
+    body = {"prompt": ["Once"] * 4, "n": 16, "max_tokens": tokens, "ignore_eos": True, "stream": True}
+    before = steps(server)
     with (
         httpx.Client(timeout=30) as http,
         http.stream("POST", f"{server.url}/v1/completions", json=body) as response,
@@ -162,6 +172,7 @@ def test_replicas_that_die_leave_nothing_behind(server: Server) -> None:
         with contextlib.suppress(httpx.HTTPError):
             assert "[DONE]" not in "".join(lines)
     until(lambda: _idle(server), 60)
+    assert steps(server) - before < sequences * tokens / SLOTS
 
 
 def _idle(server: Server) -> bool:
