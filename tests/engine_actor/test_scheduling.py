@@ -277,7 +277,7 @@ def floods(draw: st.DrawFn) -> Load:
     load=floods(),
     weights=st.tuples(st.sampled_from([1.0, 2.0, 5.0]), *[st.sampled_from([1.0, 1.0, 0.5, 3.0])] * 3),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_backlogged_tenants_stay_within_the_bound_of_the_paper(
     load: Load, weights: tuple[float, ...]
 ) -> None:
