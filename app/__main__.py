@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -38,13 +39,16 @@ def main() -> int:
     args = parser.parse_args()
     try:
         config = yaml.safe_load(args.config.read_text())
-        _check(config["applications"][0].get("args", {}))
+        settings = _checked(config["applications"][0].get("args", {}))
     except OSError as error:
         parser.error(f"cannot use {args.config}: {error}")
     except (ValueError, KeyError, IndexError, TypeError, yaml.YAMLError) as error:
         parser.error(f"{args.config} is not usable: {_reason(error)}")
     http = config.get("http_options", {})
-    url = f"http://{http.get('host', '127.0.0.1')}:{http.get('port', 8000)}"
+    host, port = http.get("host", "127.0.0.1"), http.get("port", 8000)
+    if taken := _taken(host, port):
+        parser.error(f"cannot listen on {host}:{port} ({taken}); change http_options in {args.config}")
+    url = f"http://{host}:{port}"
 
     console = Console()
     with tempfile.TemporaryDirectory(prefix="slotserve-") as scratch:
@@ -57,7 +61,7 @@ def main() -> int:
             with console.status("Starting Ray, loading the model ..."):
                 ready = _wait(server, url)
             if ready:
-                console.print(_greeting(url), highlight=False, soft_wrap=True)
+                console.print(_greeting(url, bool(settings.api_keys())), highlight=False, soft_wrap=True)
             elif server.poll() is None:
                 console.print(f"[red]Not ready after {READY_TIMEOUT:.0f} s; the lines above say why.")
                 server.send_signal(signal.SIGINT)
@@ -66,12 +70,32 @@ def main() -> int:
             return _stop(server)
 
 
-def _check(args: dict[str, Any]) -> None:
+def _checked(args: dict[str, Any]) -> Settings:
     """Say what is wrong before Ray starts, in a sentence instead of a trace."""
     settings = Settings.model_validate(args)
     settings.api_keys()
     load_policy(settings.policy, **settings.policy_settings)
     find_model(settings.model)
+    if settings.device != "auto" or settings.dtype != "auto":
+        # Here, not above: torch takes seconds to load, and the defaults fit every machine.
+        from model.loader import choose_device
+
+        config = settings.engine_config()
+        choose_device(config.device, config.dtype)
+    return settings
+
+
+def _taken(host: str, port: object) -> str | None:
+    """Why nobody can listen there, if so: another server would answer in this one's name."""
+    if not isinstance(port, int) or not 0 < port < 65536:
+        return "not a port number from 1 to 65535"
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error.strerror
+    return None
 
 
 def _reason(error: Exception) -> str:
@@ -116,16 +140,18 @@ def _stop(server: subprocess.Popen[bytes]) -> int:
         return server.wait()
 
 
-def _greeting(url: str) -> str:
+def _greeting(url: str, keys: bool) -> str:
+    key = "-H 'Authorization: Bearer YOUR_KEY' " if keys else ""
+    ray = Path(sys.executable).with_name("ray")
     return f"""
 [bold green]slotserve is ready.[/] Ask it something:
 
-  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' \\
+  curl -N {url}/v1/chat/completions {key}-H 'Content-Type: application/json' \\
     -d '{{"messages": [{{"role": "user", "content": "What is continuous batching?"}}],
          "max_tokens": 64, "stream": true}}'
 
 Watch the batch:   {url}/
-Ray dashboard:     http://127.0.0.1:8265
+Ray dashboard:     http://127.0.0.1:8265 (its token: {ray} get-auth-token)
 Ctrl-C stops it.
 """
 

@@ -32,8 +32,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     torch.set_num_threads(threads)
     numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
 
-    dtype = None if config.dtype is None else getattr(torch, config.dtype)
-    model = load_model(config.model, device=config.device, dtype=dtype)
+    model = load_model(config.model, device=config.device, dtype=config.dtype)
     max_len = min(config.max_len, model.config.context)
     kv = model.new_kv(config.max_num_seqs, max_len)
     bits = _warm_up(model, kv)

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import gguf
 import numpy as np
@@ -34,19 +34,14 @@ def load_model(
     path: str | Path | None = None,
     *,
     device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
 ) -> Transformer:
     """Load a GGUF file, a Hugging Face directory or (None) the packaged model.
 
     Defaults: CUDA and bf16 where there is one, else CPU and fp32. Raises FileNotFoundError if there
     is no such model and ModelError if it is not a supported or not a whole one.
     """
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-    if device.type == "cpu" and dtype != torch.float32:
-        raise ModelError(f"the CPU kernels compute in float32, not {dtype}")
-    if device.type == "cuda" and dtype not in (torch.bfloat16, torch.float16):
-        raise ModelError(f"attention on CUDA computes in bfloat16 or float16, not {dtype}")
+    device, dtype = choose_device(device, dtype)
     files = find_model(path)
     source: TensorSource = SafetensorsSource(files) if files.gguf_file is None else GgufSource(files)
     _check_heads(source.config)
@@ -59,6 +54,27 @@ def _check_heads(c: ModelConfig) -> None:
             f"{c.n_head} query heads must be a multiple of {c.n_kv_head} key heads, "
             f"and their size even, got {c.head_dim}"
         )
+
+
+def choose_device(
+    device: torch.device | str | None, dtype: torch.dtype | str | None
+) -> tuple[torch.device, torch.dtype]:
+    """The device and the dtype to compute in; None: CUDA and bf16 where there is one, else CPU and fp32.
+
+    Raises ModelError for what this machine or its kernels cannot do.
+    """
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if dtype is None:
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    elif isinstance(dtype, str):
+        dtype = cast(torch.dtype, getattr(torch, dtype))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError("device is cuda, but torch sees no CUDA device on this machine")
+    if device.type == "cpu" and dtype != torch.float32:
+        raise ModelError(f"the CPU kernels compute in float32, not {dtype}")
+    if device.type == "cuda" and dtype not in (torch.bfloat16, torch.float16):
+        raise ModelError(f"attention on CUDA computes in bfloat16 or float16, not {dtype}")
+    return device, dtype
 
 
 class TensorSource(Protocol):
