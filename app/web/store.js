@@ -1,7 +1,8 @@
 // What the page knows about one engine, grown step by step: steps, requests, per-second figures.
 
 const HISTORY_SECONDS = 600;
-const MAX_STEPS = 36000;
+// What a browser can hold with ease; reached only with very many slots.
+const MAX_SPANS = 600_000;
 
 // Fields of a span as the server sends them.
 export const SPAN = { id: 0, tenant: 1, slot: 2, kind: 3, start: 4, tokens: 5, sampled: 6 };
@@ -14,6 +15,7 @@ export class EngineStore {
     this.seconds = new Map();
     this.queue = {};
     this.tenants = [];
+    this.spans = 0;
     this.version = 0;
   }
 
@@ -27,6 +29,7 @@ export class EngineStore {
       // An engine that was restarted counts from zero again.
       if (step.started <= last.end) return;
       this.steps = [];
+      this.spans = 0;
     }
     const tail = step.intervals[step.intervals.length - 1];
     step.seconds = tail ? tail[1] + tail[2] : 0;
@@ -45,6 +48,7 @@ export class EngineStore {
     this.count(step);
     this.queue = step.queue ?? {};
     this.steps.push(step);
+    this.spans += step.spans.length;
     this.version += 1;
     this.forget(step.end);
   }
@@ -146,10 +150,15 @@ export class EngineStore {
   forget(now) {
     const horizon = now - HISTORY_SECONDS;
     let old = 0;
-    while (old < this.steps.length && (this.steps[old].end < horizon || this.steps.length - old > MAX_STEPS)) old += 1;
+    let spans = this.spans;
+    while (old < this.steps.length - 1 && (this.steps[old].end < horizon || spans > MAX_SPANS)) {
+      spans -= this.steps[old].spans.length;
+      old += 1;
+    }
     // In lumps: cutting the array at every step would copy it at every step.
     if (old < 256) return;
     this.steps.splice(0, old);
+    this.spans = spans;
     const oldest = this.steps[0].number;
     for (const [id, request] of this.requests) {
       if (request.ended !== null && (request.lastStep ?? 0) < oldest && request.ended < horizon) {
