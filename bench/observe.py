@@ -27,11 +27,13 @@ from bench.trace import Step, steps_of_spans, steps_of_trace
 from engine_actor.chrome_trace import FIRST_SLOT_TRACK, STEPS_TRACK
 
 DECODERS = 10
-DECODE_TOKENS = 180
+DECODE_TOKENS = 110
 LONG_PROMPT = 1200
 """Tokens of the prompt that stalls everybody."""
 COLUMN = 10
 """Pixels of the page's grid per step."""
+BEFORE = 100
+"""Steps before the long prompt comes."""
 AFTER = 30
 """Steps shown after the slow one."""
 COLOURS = {"prefill": "#F0A202", "decode": "#1F6FB2", "sample": "#2CA58D", "token": "#1F6FB2"}
@@ -53,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
         with _load(server):
             with open_page(server.url, height=1040) as page:
                 page.wait(lambda: page.painted() > 2000, "streams", 60)
+                # A full picture: streams that came and went before the long prompt does.
+                page.wait(lambda: _steps(server) > BEFORE, "steps", 120)
                 _complete(server, [7] * LONG_PROMPT, 24, "long-prompt")
             trace = httpx.get(f"{server.url}/trace?seconds=120", timeout=60).json()
             slow = max(steps_of_trace(trace), key=lambda step: step.seconds)
@@ -94,7 +98,7 @@ def _load(server: Server) -> Iterator[None]:
     def stream(number: int) -> None:
         while not stopping.is_set():
             with contextlib.suppress(httpx.HTTPError):
-                _complete(server, f"Story {number}:", DECODE_TOKENS - 9 * number, f"reader-{number % 3}")
+                _complete(server, f"Story {number}:", DECODE_TOKENS - 8 * number, f"reader-{number % 3}")
 
     threads = [threading.Thread(target=stream, args=(number,)) for number in range(DECODERS)]
     for thread in threads:
@@ -112,6 +116,11 @@ def _complete(server: Server, prompt: str | list[int], tokens: int, tenant: str)
     httpx.post(
         f"{server.url}/v1/completions", json=body, headers={"X-Tenant-Id": tenant}, timeout=300
     ).raise_for_status()
+
+
+def _steps(server: Server) -> int:
+    trace = httpx.get(f"{server.url}/trace?seconds=600", timeout=60).json()
+    return int(trace["otherData"]["steps"])
 
 
 def _slot(trace: dict[str, Any], step: int) -> int:
