@@ -6,12 +6,16 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
+import httpx
 import pytest
 
 from bench.report import REPO
+from bench.serving import free_port
 from tests.bench.fake_server import Behaviour, FakeServer
 
 
@@ -100,3 +104,38 @@ def test_an_absent_server_is_one_line() -> None:
     done = locust("http://127.0.0.1:9")
     assert done.returncode == 2
     assert "no OpenAI-compatible server at http://127.0.0.1:9" in done.stderr
+
+
+def test_the_web_page_starts_a_run_with_its_own_options(fake: FakeServer) -> None:
+    page = f"http://127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "locust", "-f", "locustfile.py", "--host", fake.url]
+    where = ["--web-host", "127.0.0.1", "--web-port", page.rpartition(":")[2]]
+    process = subprocess.Popen([*command, *where], cwd=REPO, stderr=subprocess.DEVNULL)
+    try:
+        until(lambda: httpx.get(page).is_success)
+        for run in (1, 2):
+            form = {"user_count": 4, "spawn_rate": 10, "host": fake.url, "preset": "smoke", "requests": "9"}
+            assert httpx.post(f"{page}/swarm", data=form).json()["success"]
+            until(partial(_sent, fake, 9 * run))
+            until(lambda: httpx.get(f"{page}/stats/requests").json()["state"] == "stopped")
+            entries = {e["name"]: e for e in httpx.get(f"{page}/stats/requests").json()["stats"]}
+            assert entries["TTFT"]["num_requests"] == 9
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _sent(fake: FakeServer, requests: int) -> bool:
+    return len(fake.seen) == requests
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            if true():
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.2)
+    raise AssertionError("it did not happen")
