@@ -223,6 +223,7 @@ def _draw(report: Report, trials: dict[Mode, Trial], prompt: int) -> None:
             axes.axvline(0, color=MUTED, linewidth=1, linestyle=":")
             axes.axvspan(0, t.ttft, color=colour, alpha=0.08, linewidth=0)
             axes.set(yscale="log", ylim=(bottom, top), ylabel="ms between\ntokens")
+            axes.yaxis.set_major_formatter("{x:,.0f}")
             axes.set_title(NAMES[mode])
             at = max(t.gaps, key=lambda gap: gap[1])
             axes.annotate(
@@ -233,11 +234,7 @@ def _draw(report: Report, trials: dict[Mode, Trial], prompt: int) -> None:
                 color=INK,
             )
         panels[0].annotate(
-            f" a prompt of {prompt:,} tokens arrives",
-            (0, bottom),
-            xytext=(4, 6),
-            textcoords="offset points",
-            color=MUTED,
+            f" a prompt of {prompt:,} tokens arrives", (0, (bottom * top) ** 0.5), color=MUTED, va="center"
         )
         low = min(when for t in trials.values() for when, _ in t.gaps)
         high = max(when for t in trials.values() for when, _ in t.gaps)
