@@ -26,7 +26,7 @@ from policies.priority import Priority
 
 SLOTS = 8
 MAX_LEN = 256
-STEP_TOKENS = 32
+STEP_TOKENS = 24
 """Room for an urgent prompt in one step beside the decodes; no more, so that steps stay short while those
 who were displaced recompute."""
 STEPS = 3
@@ -58,7 +58,7 @@ def crowd(urgent: int, every: float, vocab: int) -> Workload:
         ),
         vocab=vocab,
     )
-    rushed = build(Shape(urgent, HeavyTail(24, 0.1, 24, 24), HeavyTail(4, 0.1, 4, 4)), seed=1, vocab=vocab)
+    rushed = build(Shape(urgent, HeavyTail(16, 0.1, 16, 16), HeavyTail(4, 0.1, 4, 4)), seed=1, vocab=vocab)
     times = FIRST_URGENT + arrivals(urgent, 1 / every, burstiness=0.5, seed=2)
     items = [
         replace(item, id=f"urgent{index}", arrival=float(time))
