@@ -18,6 +18,7 @@ from bench.serving import served
 
 BAR = 0.99
 STREAMS = 16
+FILL_SECONDS = 5.0
 SETTLE_SECONDS = 0.5
 
 
@@ -31,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     rates: dict[str, list[float]] = {"watched": [], "unwatched": []}
     try:
         with served() as server, _streams(server.url):
-            time.sleep(5)
+            time.sleep(FILL_SECONDS)
             with report.progress("windows", 2 * args.rounds) as advance:
                 for number in range(2 * args.rounds):
                     # ABBA: a drift of the machine weighs on both sides alike.

@@ -1,0 +1,39 @@
+"""The experiment with an open page, on the toy engine: windows in turns, tokens counted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from bench import watching
+from bench.__main__ import main
+from tests.observed import ObservedServer, RunningEngine, observed_server, offer_load
+
+
+def test_windows_alternate_and_count_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = RunningEngine("engine-0", step_seconds=0.01)
+
+    @contextmanager
+    def toy_served() -> Iterator[ObservedServer]:
+        with observed_server({"engine-0": engine}) as server:
+            yield server
+
+    @contextmanager
+    def load(url: str) -> Iterator[None]:
+        offer_load(engine, 400)
+        yield
+
+    monkeypatch.setattr(watching, "served", toy_served)
+    monkeypatch.setattr(watching, "_streams", load)
+    monkeypatch.setattr(watching, "FILL_SECONDS", 0.2)
+    # Half a second says nothing about the cost: only the figures are looked at, not the bar.
+    assert main(["watching", "--out", str(tmp_path), "--rounds", "2", "--window", "0.5"]) in (0, 1)
+    result = json.loads((tmp_path / "watching.json").read_text())
+    assert len(result["ratios"]) == 2
+    for rates in result["tokens_per_s"].values():
+        assert all(rate > 50 for rate in rates)
+    assert engine.view.asked > 5
