@@ -188,7 +188,8 @@ class Decoded:
 def _decode(engine: Engine, watch: Stopwatch | None = None) -> Decoded:
     """Prefill every slot at once, then decode in step; only the decode steps count."""
     slots = engine.kv.num_slots
-    load = build(Shape(slots, Spread(CONTEXT, 0, CONTEXT), Spread(OUTPUT, 0, OUTPUT)), "decode")
+    shape = Shape(slots, Spread(CONTEXT, 0, CONTEXT), Spread(OUTPUT, 0, OUTPUT))
+    load = build(shape, "decode", vocab=engine.model.vocab_size)
     for item in load.items:
         engine.submit(item.request())
     records = []
@@ -226,7 +227,7 @@ def _cuda(model: Transformer, args: argparse.Namespace) -> dict[str, float]:
 
     engine = bare.build(model, slots=args.slots, max_len=args.max_len)
     shape = Shape(args.slots, Spread(CONTEXT, 0, CONTEXT), Spread(OUTPUT, 0, OUTPUT))
-    for item in build(shape, "decode").items:
+    for item in build(shape, "decode", vocab=model.vocab_size).items:
         engine.submit(item.request())
     while any(r.num_output < 4 for r in engine.requests.values()):
         engine.step()

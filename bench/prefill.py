@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     report = Report("prefill", args.out)
     model = bare.load(args.model)
     bare.warm_up(model)
-    pool = workload.chosen(args, max_len=args.max_len).arriving(None)
+    pool = workload.chosen(args, max_len=args.max_len, vocab=model.vocab_size).arriving(None)
     counts = [count for count in ARRIVALS if count <= min(args.slots, len(pool))]
     rows: list[dict[str, Any]] = []
     with report.progress("prefill", len(counts) * args.rounds * len(WAYS)) as advance:

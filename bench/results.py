@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -132,7 +133,7 @@ def _section(entry: Entry, document: dict[str, Any], directory: Path) -> list[st
     lines = [
         f"## {entry.title}",
         "",
-        f"`{_command(entry)}` at `{meta['commit']}`, {meta['date'][:16].replace('T', ' ')} UTC; {where}, "
+        f"`{_command(meta)}` at `{meta['commit']}`, {meta['date'][:16].replace('T', ' ')} UTC; {where}, "
         f"{machine['memory_gib']:.0f} GiB; torch {machine['torch']}, ray {machine['ray']}.",
         "",
     ]
@@ -181,7 +182,7 @@ def _write_readme(document: dict[str, Any]) -> None:
         f"(static: {static['utilization_while_waiting']:.0%}),",
         f"- **{sooner:.0f}x** sooner first token at p95 with arrivals at 70 % of capacity.",
         "",
-        f"`{_command(ENTRIES[0])}` at `{meta['commit']}` on {meta['machine']['cores']} cores; "
+        f"`{_command(meta)}` at `{meta['commit']}` on {meta['machine']['cores']} cores; "
         "[all results](docs/results.md), [how it works](docs/continuous-batching.md).",
         END,
     ]
@@ -190,5 +191,6 @@ def _write_readme(document: dict[str, Any]) -> None:
     README.write_text(before + "\n".join(block) + rest.partition(END)[2])
 
 
-def _command(entry: Entry) -> str:
-    return " ".join(("python -m bench", entry.experiment, *entry.options, "--out DIR"))
+def _command(meta: dict[str, Any]) -> str:
+    """The command as it was given, with its own directory left out."""
+    return re.sub(r"--out \S+", "--out DIR", meta["command"])

@@ -142,9 +142,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _trial(engine: Engine, decoders: int, prompt: int) -> Trial:
     """Decode steadily, add the long prompt, and go on until plain steps are again the majority."""
-    room = engine.kv.max_len
-    users = build(Shape(decoders, Spread(32, 0, 32), Spread(room - 32, 0, room)), "users")
-    long = build(Shape(1, Spread(prompt, 0, prompt), Spread(8, 0, 8)), "long").items[0]
+    room, vocab = engine.kv.max_len, engine.model.vocab_size
+    users = build(Shape(decoders, Spread(32, 0, 32), Spread(room - 32, 0, room)), "users", vocab=vocab)
+    long = build(Shape(1, Spread(prompt, 0, prompt), Spread(8, 0, 8)), "long", vocab=vocab).items[0]
     for item in users.items:
         engine.submit(item.request(engine.clock()))
 

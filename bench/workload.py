@@ -296,14 +296,21 @@ def add_arguments(parser: argparse.ArgumentParser, *, default: str = "default") 
     parser.add_argument("--seed", type=int, default=0)
 
 
-def chosen(args: argparse.Namespace, *, max_len: int, requests: int | None = None) -> Workload:
+def chosen(
+    args: argparse.Namespace, *, max_len: int, requests: int | None = None, vocab: int = VOCAB
+) -> Workload:
     """The workload that the command line asks for; `requests` is the default for --requests."""
     count = args.requests or requests
     if args.trace:
         return from_trace(
-            args.trace, max_len=max_len, requests=count, time_scale=args.time_scale, seed=args.seed
+            args.trace,
+            max_len=max_len,
+            requests=count,
+            time_scale=args.time_scale,
+            seed=args.seed,
+            vocab=vocab,
         )
-    return preset(args.preset, seed=args.seed, requests=count)
+    return preset(args.preset, seed=args.seed, requests=count, vocab=vocab)
 
 
 def _trace_row(path: Path, line: int, row: Sequence[str]) -> tuple[float, int, int]:
