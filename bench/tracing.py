@@ -79,7 +79,7 @@ class Load:
         self.started += 1
         request = Request(
             f"chatcmpl-{self.started:032x}",
-            [(self.started * 31 + index) % 1000 + 10 for index in range(PROMPT_TOKENS)],
+            [(self.started * 31 + index) % self.engine.model.vocab_size for index in range(PROMPT_TOKENS)],
             SamplingParams(max_tokens=BLOCK_STEPS - 1, temperature=0.0, ignore_eos=True),
             arrival=time.time(),
             trace_context={"traceparent": f"00-{self.started:032x}-{self.started:016x}-01"},
