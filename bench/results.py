@@ -145,7 +145,7 @@ def _section(entry: Entry, document: dict[str, Any], directory: Path) -> list[st
             for bar in document["bars"]
         ]
         lines.append("")
-    for picture in sorted(directory.glob("*.png")):
+    for picture in sorted(directory.glob("*.png"), key=lambda path: (len(path.stem), path.stem)):
         shutil.copyfile(picture, PICTURES / picture.name)
         lines += [f"![{entry.title}: {picture.stem}](pictures/{picture.name})", ""]
     for note in document["notes"]:
