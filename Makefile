@@ -26,7 +26,7 @@ serve: setup ## serve on http://127.0.0.1:8000 until Ctrl-C
 	@$(BIN)/python -m app
 
 test: setup ## the whole test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: setup ## style and types
 	$(BIN)/ruff check .

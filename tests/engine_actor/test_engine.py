@@ -15,7 +15,7 @@ from model.sampler import SamplingParams
 from model.slot_kv import SlotKV
 from policies.fcfs import Fcfs
 from policies.static import Static
-from tests.fakes import VOCAB, FakeModel, fake_kv
+from tests.fakes import FakeModel, fake_kv
 
 
 def request(name: str, prompt: list[int], max_tokens: int, arrival: float = 0.0) -> Request:
@@ -171,11 +171,3 @@ def test_a_prompt_to_be_scored_goes_in_pieces(mode: Mode, monkeypatch: pytest.Mo
     assert run(engine, [scored, plain])["scored"] == scored.output == plain.output
     assert [score.token for score in scored.prompt_scores] == list(range(1, 30))
     assert max(len(batch.logit_rows) for batch in model.forwards) <= 8 + 1
-
-
-@pytest.mark.parametrize("token", [-1, VOCAB])
-def test_a_token_beyond_the_vocabulary_is_refused_at_the_door(token: int) -> None:
-    engine = Engine(FakeModel(), fake_kv(), Fcfs())
-    engine.submit(request("good", [0, VOCAB - 1], 2))
-    with pytest.raises(RequestRefusedError, match=f"0..{VOCAB - 1}"):
-        engine.submit(request("bad", [token], 2))
