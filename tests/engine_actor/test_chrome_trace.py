@@ -17,13 +17,16 @@ from model.sampler import SamplingParams
 from policies.fcfs import Fcfs
 from tests.fakes import FakeModel, fake_kv
 
+NANOSECOND = 1e-3
+"""In the trace's microseconds: finer than a viewer can tell."""
 
-def busy_steps(mode: Mode = "chunked", kv_budget: int | None = 30) -> list[StepRecord]:
+
+def busy_steps(mode: Mode = "chunked", kv_budget: int | None = 48) -> list[StepRecord]:
     """Seven requests through four slots, tight enough in KV that some are preempted."""
     engine = Engine(FakeModel(), fake_kv(), Fcfs(), mode=mode, max_step_tokens=6, kv_budget=kv_budget)
     for index in range(7):
-        prompt = list(range(index, index + 3 + 2 * index))
-        params = SamplingParams(max_tokens=4 + index, temperature=0)
+        prompt = list(range(index, index + 3 + index))
+        params = SamplingParams(max_tokens=8 + 4 * index, temperature=0)
         engine.submit(Request(f"request-{index}", prompt, params, tenant=f"t{index % 2}", arrival=index))
     records = []
     while engine.has_work():
@@ -36,10 +39,10 @@ def check_nesting(events: list[dict[str, Any]]) -> None:
     open_ends: dict[tuple[int, int], list[float]] = defaultdict(list)
     for event in (e for e in events if e["ph"] == "X"):
         ends = open_ends[event["pid"], event["tid"]]
-        while ends and ends[-1] <= event["ts"] + 1e-9:
+        while ends and ends[-1] <= event["ts"] + NANOSECOND:
             ends.pop()
         end = event["ts"] + event["dur"]
-        assert not ends or end <= ends[-1] + 1e-9, f"{event['name']} sticks out of the slice around it"
+        assert not ends or end <= ends[-1] + NANOSECOND, f"{event['name']} sticks out of the slice around it"
         ends.append(end)
 
 
