@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from app.config import Settings
+from app.haproxy import haproxy
 from model.files import find_model
 from policies import load_policy
 
@@ -54,7 +55,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="slotserve-") as scratch:
         environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1"}
         if not args.python_proxy:
-            environment |= _haproxy(scratch)
+            environment |= haproxy(scratch)
         command = [str(Path(sys.executable).with_name("serve")), "run", str(args.config)]
         server = subprocess.Popen(command, env=environment)
         try:
@@ -102,20 +103,6 @@ def _reason(error: Exception) -> str:
     if isinstance(error, ValidationError):
         return "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
     return f"{type(error).__name__}: {error}" if isinstance(error, (KeyError, TypeError)) else str(error)
-
-
-def _haproxy(scratch: str) -> dict[str, str]:
-    return {
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
-        # Replicas and engines leave together: half a minute of draining would only delay Ctrl-C.
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
-        # The defaults are fixed paths, on which two servers of one machine would collide.
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{scratch}/haproxy.cfg",
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{scratch}/admin.sock",
-        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": scratch,
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{scratch}/server-state",
-    }
 
 
 def _wait(server: subprocess.Popen[bytes], url: str) -> bool:

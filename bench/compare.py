@@ -6,6 +6,7 @@ import argparse
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,9 @@ SIDES: dict[str, dict[str, Any]] = {
 }
 COLOURS = {"continuous": CONTINUOUS, "static": STATIC}
 GAIN, UTILIZATION, TTFT_GAIN = 2.5, 0.9, 5.0
+ORDER_GAP = 0.002
+"""Seconds between the requests of the closed loop: both sides see them in one order, so that a static
+batch holds the same requests in every run."""
 LOAD = 0.7
 """Of continuous batching's own capacity: where the open-loop bar stands."""
 VARIATIONS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0)
@@ -41,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[0.35, LOAD],
         help="open loop: arrivals as shares of continuous batching's capacity (default: 0.35 0.7)",
     )
-    parser.add_argument("--open-requests", type=int, default=40, help="requests per rate (default: 40)")
+    parser.add_argument("--open-requests", type=int, default=64, help="requests per rate (default: 64)")
     parser.add_argument(
         "--sweep", choices=["variance"], help="instead: the gain against the spread of output lengths"
     )
@@ -53,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _head_to_head(args: argparse.Namespace) -> int:
     report = Report("compare", args.out)
-    closed = workload.chosen(args, max_len=args.max_len, requests=128).arriving(None)
+    closed = _in_order(workload.chosen(args, max_len=args.max_len, requests=128))
     opened = workload.chosen(args, max_len=args.max_len, requests=args.open_requests)
     report.say(f"closed loop: {closed}")
 
@@ -99,6 +103,11 @@ def _head_to_head(args: argparse.Namespace) -> int:
             f"open loop at {LOAD} of capacity: static / continuous TTFT p95", ratio, TTFT_GAIN, "x"
         )
     return report.finish(data)
+
+
+def _in_order(load: Workload) -> Workload:
+    items = (replace(item, arrival=index * ORDER_GAP) for index, item in enumerate(load.items))
+    return Workload(load.name, tuple(items))
 
 
 @contextmanager

@@ -115,9 +115,9 @@ def _write_page(documents: dict[str, dict[str, Any]], out: Path) -> None:
     lines = [
         "# Results",
         "",
-        "Every figure here was written by `make results`; nothing is typed by hand. Each section names its",
-        "command, commit, machine and date. Times on a small shared machine drift by some 20 %, so compare",
-        "figures within a section: both sides of a comparison ran in one command.",
+        "`make results` writes this page from the JSON of each experiment; nothing is typed by hand. Each",
+        "section names its command, commit, machine and date. Times on a small shared machine drift by some",
+        "20 %, so compare figures within a section: both sides of a comparison ran in one command.",
         "",
     ]
     for entry in ENTRIES:

@@ -14,7 +14,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,8 @@ from typing import Any
 
 import httpx
 import yaml
+
+from app.haproxy import free_port, haproxy
 
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 180.0
@@ -64,9 +65,15 @@ class Server:
 
 @contextlib.contextmanager
 def served(
-    settings: Mapping[str, Any] | None = None, *, environment: Mapping[str, str] | None = None
+    settings: Mapping[str, Any] | None = None,
+    *,
+    environment: Mapping[str, str] | None = None,
+    python_proxy: bool = False,
 ) -> Iterator[Server]:
-    """Start a server with `settings` over the defaults, wait until all engines are up, stop it at the end."""
+    """Start a server with `settings` over the defaults, wait until all engines are up, stop it at the end.
+
+    HAProxy stands in front of it, as in `make serve`, or with `python_proxy` what `serve run` alone has.
+    """
     directory = Path(tempfile.mkdtemp(prefix="ss-", dir="/tmp"))
     port = free_port()
     config = {
@@ -87,6 +94,7 @@ def served(
         **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
         "RAY_TMPDIR": str(directory),
         "PYTHONUNBUFFERED": "1",
+        **({} if python_proxy else haproxy(str(directory))),
         **(environment or {}),
     }
     command = [str(Path(sys.executable).with_name("serve")), "run", str(directory / "config.yaml")]
@@ -116,14 +124,6 @@ def stop(server: Server) -> list[int]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return left
-
-
-def free_port() -> int:
-    """A port nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _wait_until_healthy(server: Server) -> None:

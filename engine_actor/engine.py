@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -183,7 +183,7 @@ class Engine:
         for works in plan.prefills:
             self._compute(works, record, outputs, "prefill")
         if plan.decode:
-            self._compute(plan.decode, record, outputs, "decode", padding=self.scheduler.held_slots)
+            self._compute(plan.decode, record, outputs, "decode", padding=[*self.scheduler.held.values()])
         with _timed(record, "retire"):
             record.finished = [request.id for request in self.scheduler.retire_finished()]
 
@@ -196,7 +196,7 @@ class Engine:
         record: StepRecord,
         outputs: list[Output],
         phase: Literal["prefill", "decode"],
-        padding: int = 0,
+        padding: Sequence[int] = (),
     ) -> None:
         """One forward, then a token for each request that has caught up with its own tokens.
 
@@ -216,7 +216,7 @@ class Engine:
                     work.request.computed += work.count
                     self.kv.lengths[work.request.slot] = work.request.computed
             record.forwards += 1
-            record.rows += len(batch) - padding
+            record.rows += len(batch) - len(padding)
             record.padded_rows += self.model.row_count(len(batch))
             with _timed(record, "sample"):
                 self._sample(works, scored, logits, record, outputs)
@@ -227,8 +227,11 @@ class Engine:
                 if request.phase is not Phase.FINISHED:
                     outputs.append(self._fail(request, record, error))
 
-    def _batch(self, works: list[Work], padding: int) -> tuple[Batch, list[range]]:
-        """The rows of a forward and, per work, the positions that score a prompt token."""
+    def _batch(self, works: list[Work], padding: Sequence[int]) -> tuple[Batch, list[range]]:
+        """The rows of a forward and, per work, the positions that score a prompt token.
+
+        A row of padding does what a live one of that many tokens does, in the scratch slot.
+        """
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -244,9 +247,9 @@ class Engine:
             tokens.extend(request.tokens[start:end])
             positions.extend(range(start, end))
             slots.extend([request.slot] * work.count)
-        tokens.extend([0] * padding)
-        positions.extend([0] * padding)
-        slots.extend([self.kv.scratch] * padding)
+        tokens.extend([0] * len(padding))
+        positions.extend(length - 1 for length in padding)
+        slots.extend([self.kv.scratch] * len(padding))
         columns = (np.array(column, dtype=np.int64) for column in (tokens, positions, slots, logit_rows))
         return Batch(*columns), scored
 

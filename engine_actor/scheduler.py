@@ -21,7 +21,7 @@ MAX_SCORED_ROWS = 256
 """Rows of one prompt that bring their logits in one forward: each is as wide as the vocabulary."""
 
 CALM_TOKENS_PER_SLOT = 2
-BACKLOG_TOKENS_PER_SLOT = 5
+BACKLOG_TOKENS_PER_SLOT = 16
 """Default rows of a step in mode `chunked`, for each slot. While nobody waits for a slot, a prompt must
 not stall those who decode: at two, a step takes less than twice a plain one (`python -m bench spike`).
 Once requests queue, slots that wait for their prefill cost everyone more than a longer step."""
@@ -51,7 +51,7 @@ class Scheduler:
     mode `separate`: each prompt is its own forward, before the decode forward;
     `batched`: all prompts of the step share one forward, before the decode forward;
     `chunked`: prompts share the decode forward, `max_step_tokens` rows at most together
-    (default: two for each slot, five while requests wait for a slot).
+    (default: two for each slot, sixteen while requests wait for a slot).
     """
 
     def __init__(
@@ -75,8 +75,9 @@ class Scheduler:
         self.kv_budget = kv.num_slots * kv.max_len if kv_budget is None else kv_budget
         self.running: list[Request] = []
         """Slot holders in order of admission."""
-        self._held: list[int] = []
-        """Slots of finished requests that a gang policy gives back only with the whole batch."""
+        self.held: dict[int, int] = {}
+        """Finished requests that a gang policy keeps in the batch until the whole of it is done: the
+        tokens each had, by slot."""
         policy.capacity(self.kv_budget)
 
     @property
@@ -95,10 +96,6 @@ class Scheduler:
     def _least_step_tokens(self) -> int:
         calm = CALM_TOKENS_PER_SLOT * self.kv.num_slots
         return calm if self.max_step_tokens is None else self.max_step_tokens
-
-    @property
-    def held_slots(self) -> int:
-        return len(self._held)
 
     def plan(self, now: float) -> Plan:
         """Choose this step's work: keep the running ones within budget, then admit, then share rows."""
@@ -129,10 +126,11 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         if self.policy.gang:
             self.kv.clear(request.slot)
-            self._held.append(request.slot)
+            self.held[request.slot] = len(request.tokens)
             if not self.running:
-                while self._held:
-                    self.kv.release(self._held.pop())
+                for slot in self.held:
+                    self.kv.release(slot)
+                self.held.clear()
         else:
             self.kv.release(request.slot)
         request.slot = NO_SLOT

@@ -16,19 +16,24 @@ freed slot holds, NaN included, cannot reach a result.
 
 from __future__ import annotations
 
+import ctypes
+from pathlib import Path
 from typing import Any
 
 import numba
 import numpy as np
 import numpy.typing as npt
-import torch  # noqa: F401  (loads the OpenMP runtime that numba's threads then share)
+import torch
 from llvmlite import ir
 from numba import njit, prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-# OpenMP first, torch's own pool: two pools would fight for the cores between any two kernels.
+# OpenMP first, and torch's own copy of it: numba asks for the library by another name, would get a second
+# one, and two pools of threads would fight for the cores between any two kernels.
 numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
+for _library in (Path(torch.__file__).parent / "lib").glob("libgomp*.so*"):
+    ctypes.CDLL(str(_library), mode=ctypes.RTLD_GLOBAL)
 
 LANES = 16
 """Floats a tile handles at once; the compiler maps them to what the machine has."""

@@ -1,5 +1,6 @@
 """The server that tests share; see bench/serving.py."""
 
-from bench.serving import ROOT, Server, free_port, served, stop
+from app.haproxy import free_port
+from bench.serving import ROOT, Server, served, stop
 
 __all__ = ["ROOT", "Server", "free_port", "served", "stop"]

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import httpx
@@ -69,12 +70,34 @@ async def ask_all(url: str) -> list[dict[str, Any]]:
         return await asyncio.gather(*(ask(client, number) for number in range(REQUESTS)))
 
 
+def roots_of(spans: list[ReceivedSpan]) -> list[ReceivedSpan]:
+    return [span for span in spans if span.kind == SERVER_KIND]
+
+
+def has_roots(count: int, spans: list[ReceivedSpan]) -> bool:
+    return len(roots_of(spans)) == count
+
+
+def wait_until_all_replicas_answer(url: str, receiver: Receiver, replicas: int) -> None:
+    """A replica that has started is not yet one the proxy knows. Asks what costs no token, and forgets it."""
+
+    while len({root.resource["service.instance.id"] for root in roots_of(receiver.spans)}) < replicas:
+        before = len(roots_of(receiver.spans))
+        assert before < 100, "the proxy never came to know all replicas"
+        for _ in range(4):
+            answer = httpx.post(f"{url}/v1/completions", json={"model": "none", "prompt": "x"}, timeout=60)
+            assert answer.status_code == 404
+        receiver.wait_for(partial(has_roots, before + 4))
+    receiver.spans[:] = [span for span in receiver.spans if span.kind != SERVER_KIND]
+
+
 @pytest.fixture(scope="module")
 def watched() -> Iterator[Watched]:
     with otlp_receiver() as receiver:
         environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url}
         settings = {"num_replicas": 2, "num_engines": 2, "max_num_seqs": 4, "max_len": 512}
         with served(settings, environment=environment) as server:
+            wait_until_all_replicas_answer(server.url, receiver, 2)
             answers = asyncio.run(ask_all(server.url))
             httpx.post(
                 f"{server.url}/v1/completions",
@@ -83,7 +106,7 @@ def watched() -> Iterator[Watched]:
                 timeout=60,
             ).raise_for_status()
             roots = REQUESTS + 1
-            receiver.wait_for(lambda spans: sum(span.kind == SERVER_KIND for span in spans) == roots)
+            receiver.wait_for(partial(has_roots, roots))
             sequences = 1 + sum(len(answer["choices"]) for answer in answers)
             receiver.wait_for(lambda spans: sum(span.name == "decode" for span in spans) == sequences)
             yield Watched(server, receiver, answers)

@@ -14,8 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from app.haproxy import free_port
 from bench.report import REPO
-from bench.serving import free_port
 from tests.bench.fake_server import Behaviour, FakeServer
 
 

@@ -24,7 +24,7 @@ def server() -> Iterator[Server]:
 
 
 def test_a_workload_gets_all_its_tokens_and_the_trace_tells_its_steps(server: Server, tmp_path: Path) -> None:
-    load = workload.preset("smoke")
+    load = workload.preset("smoke", requests=16).arriving(None)
     run = client.drive(server, load)
     assert run.errors == []
     assert [len(t.token_times) for t in run.requests] == [i.output_tokens for i in load.items]

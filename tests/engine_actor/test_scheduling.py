@@ -155,7 +155,7 @@ class Watched:
     def check(self, plan: Plan, now: float) -> None:
         scheduler, kv = self.engine.scheduler, self.engine.kv
         running = scheduler.running
-        owned = [r.slot for r in running] + scheduler._held + kv._free
+        owned = [r.slot for r in running] + [*scheduler.held] + kv._free
         assert sorted(owned) == list(range(kv.num_slots)), "a slot has two owners, or none"
         assert len(running) + self.engine.waiting == len(self.engine.requests)
 
@@ -474,4 +474,4 @@ def test_the_default_step_is_short_until_requests_queue() -> None:
     rows = [engine.step()[1].rows for _ in range(3)]
     engine.submit(Request("waits", [1], SamplingParams(max_tokens=1), arrival=9.0))
     rows += [engine.step()[1].rows for _ in range(3)]
-    assert rows == [8, 8, 8, 20, 20, 20]
+    assert rows == [8, 8, 8, 64, 64, 64]
