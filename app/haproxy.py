@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import socket
+
+PORT_BLOCKS = range(20_480, 32_768, 512)
+"""First ports of the ranges that a server's replicas may listen on: between
+those of Ray's workers and those that clients are given."""
 
 
 def haproxy(scratch: str) -> dict[str, str]:
@@ -16,7 +21,11 @@ def haproxy(scratch: str) -> dict[str, str]:
         "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
         # Replicas and engines leave together: half a minute of draining would only delay Ctrl-C.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
-        # The defaults are fixed paths and ports, on which two servers of one machine would collide.
+        # The defaults are fixed paths and ports. On ports that share gladly (SO_REUSEPORT) two servers of
+        # one machine would answer each other's requests.
+        **_replica_ports(),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{scratch}/haproxy.cfg",
@@ -24,6 +33,25 @@ def haproxy(scratch: str) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": scratch,
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{scratch}/server-state",
     }
+
+
+def _replica_ports() -> dict[str, str]:
+    """Ranges for the replicas' own listeners."""
+    free = filter(_is_free, random.sample(PORT_BLOCKS, len(PORT_BLOCKS)))
+    ports = {}
+    for protocol, first in zip(("HTTP", "GRPC"), free, strict=False):
+        ports[f"RAY_SERVE_DIRECT_INGRESS_MIN_{protocol}_PORT"] = str(first)
+        ports[f"RAY_SERVE_DIRECT_INGRESS_MAX_{protocol}_PORT"] = str(first + PORT_BLOCKS.step - 1)
+    return ports
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
 
 
 def free_port() -> int:
