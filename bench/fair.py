@@ -117,6 +117,7 @@ def run(args: argparse.Namespace) -> int:
         for policy in POLICIES if number % 2 else reversed(POLICIES):
             with report.progress(f"{policy} {number}/{args.rounds}", both.output_tokens) as advance:
                 rounds[-1][policy] = _drive(model, both, policy, advance)
+        report.save(_figures(both, quiet, rounds))
     data = _figures(both, quiet, rounds)
     _table(report, data)
     # The picture shows the round that the rest of the machine disturbed least.

@@ -136,7 +136,7 @@ def collector() -> Iterator[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser)
-    parser.add_argument("--rounds", type=int, default=12, help="blocks of each kind (default: 12)")
+    parser.add_argument("--rounds", type=int, default=24, help="blocks of each kind (default: 24)")
 
 
 def run(args: argparse.Namespace) -> int:

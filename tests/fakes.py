@@ -52,15 +52,3 @@ def context_hash(tokens: torch.Tensor) -> int:
     for token in tokens.tolist():
         value = (value * 31 + int(token) + 1) % 1_000_003
     return value
-
-
-class NullModel:
-    """Computes nothing: for tests in which only who runs when matters."""
-
-    vocab_size = 2
-
-    def row_count(self, rows: int) -> int:
-        return rows
-
-    def forward(self, batch: Batch, kv: SlotKV) -> torch.Tensor:
-        return torch.zeros(len(batch.logit_rows), self.vocab_size)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.scheduler import NullModel
 from engine_actor.engine import Engine
 from engine_actor.request import Phase, PreemptReason, Request
 from engine_actor.scheduler import Mode, Plan
@@ -23,7 +24,7 @@ from policies.fair import Fair
 from policies.fcfs import Fcfs
 from policies.priority import Priority
 from policies.static import Static
-from tests.fakes import FakeModel, NullModel, fake_kv
+from tests.fakes import FakeModel, fake_kv
 
 MAX_LEN = 16
 

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from bench.scheduler import NullModel
 from engine_actor.engine import Engine
 from engine_actor.request import Request
 from model.sampler import SamplingParams
 from policies import load_policy
-from tests.fakes import NullModel, fake_kv
+from tests.fakes import fake_kv
 
 README = Path(__file__).parents[2] / "README.md"
 
