@@ -64,7 +64,7 @@ class Settings(BaseModel):
         None,
         ge=2,
         description="Rows of one step in mode `chunked`: the decodes first, prompts get the rest; empty: "
-        "two for each slot, sixteen while requests wait for a slot.",
+        "two for each slot, sixteen while requests wait for a slot or nobody decodes.",
     )
     policy: str = Field(
         "fcfs",

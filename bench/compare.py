@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -33,6 +34,8 @@ batch holds the same requests in every run."""
 LOAD = 0.7
 """Of continuous batching's own capacity: where the open-loop bar stands."""
 VARIATIONS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0)
+SWEEP_ROUNDS = 3
+"""Turns of each side per variation: a run takes seconds, so that one disturbance would decide it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -225,22 +228,23 @@ def _sweep(args: argparse.Namespace) -> int:
     bare.warm_up(model)
     count, mean = args.requests or 48, 24
     rows: list[dict[str, float]] = []
-    with report.progress("sweep", 2 * count * mean * len(VARIATIONS)) as advance:
+    with report.progress("sweep", SWEEP_ROUNDS * 2 * count * mean * len(VARIATIONS)) as advance:
         for variation in VARIATIONS:
             shape = Shape(count, Spread(16, 0, 16), Spread(mean, variation, 24 * mean))
             load = workload.build(shape, f"variation {variation:g}", seed=args.seed, vocab=model.vocab_size)
             lengths = [item.output_tokens for item in load.items]
             row: dict[str, float] = {"variation": float(np.std(lengths) / np.mean(lengths))}
-            for side, how in SIDES.items():
-                engine = bare.build(
-                    model,
-                    slots=args.slots,
-                    max_len=args.max_len,
-                    policy=load_policy(how["policy"]),
-                    mode=how["mode"],
-                )
-                run = bare.drive(engine, load, advance=advance)
-                row |= {f"{side}_tokens_per_s": run.tokens_per_s, f"{side}_steps": len(run.records)}
+            runs: dict[str, list[bare.Run]] = {side: [] for side in SIDES}
+            for number in range(SWEEP_ROUNDS):
+                for side in list(SIDES)[:: 1 if number % 2 else -1]:
+                    policy, mode = load_policy(SIDES[side]["policy"]), SIDES[side]["mode"]
+                    engine = bare.build(
+                        model, slots=args.slots, max_len=args.max_len, policy=policy, mode=mode
+                    )
+                    runs[side].append(bare.drive(engine, load, advance=advance))
+            for side, turns in runs.items():
+                row[f"{side}_tokens_per_s"] = statistics.median(run.tokens_per_s for run in turns)
+                row[f"{side}_steps"] = len(turns[0].records)
             row["gain"] = row["continuous_tokens_per_s"] / row["static_tokens_per_s"]
             row["fewer_steps"] = row["static_steps"] / row["continuous_steps"]
             rows.append(row)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from bench import bare
 from bench.exactness import Recorder, Trail
 from bench.report import MUTED, PALETTE, Advance, Report
 from bench.workload import HeavyTail, Shape, Workload, build
-from engine_actor.engine import Engine
+from engine_actor.engine import Engine, StepRecord
 from model.batch import Batch
 from model.sampler import Sampled
 from model.transformer import Transformer
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     total = work.output_tokens * (1 + len(POLICIES) * len(POOLS))
     with report.progress("starve", total) as advance:
         free, answers = drive(model, work, "fcfs", None, advance)
-        need = max(sum(span.start + span.tokens for span in record.spans) for record in free.records)
+        need = peak_kv(free.records)
         largest = max(len(item.prompt) + item.output_tokens for item in work.items)
         cost = recompute_cost(model)
         data |= {"need_kv_tokens": need, "recompute": cost}
@@ -137,6 +137,18 @@ def _median_seconds(work: Callable[[], None], model: Transformer, repeats: int =
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds)
+
+
+def peak_kv(records: Sequence[StepRecord]) -> int:
+    """Most KV tokens held at once, those of requests that had no rows in that step included."""
+    held: dict[str, int] = {}
+    peak = 0
+    for record in records:
+        held |= {span.request_id: span.start + span.tokens for span in record.spans}
+        peak = max(peak, sum(held.values()))
+        for name in (*record.finished, *record.preempted):
+            held.pop(name, None)
+    return peak
 
 
 def _figures(

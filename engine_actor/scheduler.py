@@ -21,10 +21,11 @@ MAX_SCORED_ROWS = 256
 """Rows of one prompt that bring their logits in one forward: each is as wide as the vocabulary."""
 
 CALM_TOKENS_PER_SLOT = 2
-BACKLOG_TOKENS_PER_SLOT = 16
-"""Default rows of a step in mode `chunked`, for each slot. While nobody waits for a slot, a prompt must
-not stall those who decode: at two, a step takes less than twice a plain one (`python -m bench spike`).
-Once requests queue, slots that wait for their prefill cost everyone more than a longer step."""
+BUSY_TOKENS_PER_SLOT = 16
+"""Default rows of a step in mode `chunked`, for each slot. Beside those who decode, a prompt must not make
+them stutter: at two, a step takes less than twice a plain one (`python -m bench spike`). Once requests
+queue, slots that wait for their prefill cost everyone more than a longer step; and where nobody decodes
+there is nobody to disturb."""
 
 
 @dataclass(slots=True)
@@ -51,7 +52,7 @@ class Scheduler:
     mode `separate`: each prompt is its own forward, before the decode forward;
     `batched`: all prompts of the step share one forward, before the decode forward;
     `chunked`: prompts share the decode forward, `max_step_tokens` rows at most together
-    (default: two for each slot, sixteen while requests wait for a slot).
+    (default: two for each slot, sixteen while requests wait for a slot or nobody decodes).
     """
 
     def __init__(
@@ -88,8 +89,10 @@ class Scheduler:
     @property
     def step_tokens(self) -> int:
         """Rows that a step may hold in mode `chunked`, now."""
-        if self.max_step_tokens is None and len(self.policy):
-            return BACKLOG_TOKENS_PER_SLOT * self.kv.num_slots
+        if self.max_step_tokens is None:
+            nobody_decodes = all(r.phase is not Phase.DECODE for r in self.running)
+            if nobody_decodes or len(self.policy):
+                return BUSY_TOKENS_PER_SLOT * self.kv.num_slots
         return self._least_step_tokens
 
     @property
