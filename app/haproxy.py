@@ -5,16 +5,16 @@ from __future__ import annotations
 import random
 import socket
 
-PORT_BLOCKS = range(20_480, 32_768, 512)
-"""First ports of the ranges that a server's replicas may listen on: between
-those of Ray's workers and those that clients are given."""
+REPLICA_PORTS = range(20_480, 32_256)
+"""Where a server's replicas may begin to listen: between the ports of Ray's workers and those that clients
+are given."""
+MOST_REPLICAS = 512
 
 
 def haproxy(scratch: str) -> dict[str, str]:
     """The environment that makes `serve run` put HAProxy in front of the replicas.
 
-    Its files live in the directory `scratch`. For a stream of tokens it costs a fraction of what Ray
-    Serve's Python proxy does (`python -m bench compare` measures through it).
+    Its files live in the directory `scratch`. Its ports are free ones, chosen anew at every call.
     """
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -36,12 +36,13 @@ def haproxy(scratch: str) -> dict[str, str]:
 
 
 def _replica_ports() -> dict[str, str]:
-    """Ranges for the replicas' own listeners."""
-    free = filter(_is_free, random.sample(PORT_BLOCKS, len(PORT_BLOCKS)))
+    """Ranges for the replicas' own listeners, which take them from the beginning."""
+    # Anywhere, not at round numbers: servers that start together see each other's ports still free.
+    free = filter(_is_free, random.sample(REPLICA_PORTS, len(REPLICA_PORTS)))
     ports = {}
     for protocol, first in zip(("HTTP", "GRPC"), free, strict=False):
         ports[f"RAY_SERVE_DIRECT_INGRESS_MIN_{protocol}_PORT"] = str(first)
-        ports[f"RAY_SERVE_DIRECT_INGRESS_MAX_{protocol}_PORT"] = str(first + PORT_BLOCKS.step - 1)
+        ports[f"RAY_SERVE_DIRECT_INGRESS_MAX_{protocol}_PORT"] = str(first + MOST_REPLICAS - 1)
     return ports
 
 

@@ -68,11 +68,10 @@ def served(
     settings: Mapping[str, Any] | None = None,
     *,
     environment: Mapping[str, str] | None = None,
-    python_proxy: bool = False,
 ) -> Iterator[Server]:
     """Start a server with `settings` over the defaults, wait until all engines are up, stop it at the end.
 
-    HAProxy stands in front of it, as in `make serve`, or with `python_proxy` what `serve run` alone has.
+    HAProxy stands in front of it, as in `make serve`.
     """
     directory = Path(tempfile.mkdtemp(prefix="ss-", dir="/tmp"))
     port = free_port()
@@ -94,7 +93,7 @@ def served(
         **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
         "RAY_TMPDIR": str(directory),
         "PYTHONUNBUFFERED": "1",
-        **({} if python_proxy else haproxy(str(directory))),
+        **haproxy(str(directory)),
         **(environment or {}),
     }
     command = [str(Path(sys.executable).with_name("serve")), "run", str(directory / "config.yaml")]

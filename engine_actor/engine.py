@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -183,7 +183,7 @@ class Engine:
         for works in plan.prefills:
             self._compute(works, record, outputs, "prefill")
         if plan.decode:
-            self._compute(plan.decode, record, outputs, "decode", padding=[*self.scheduler.held.values()])
+            self._compute(plan.decode, record, outputs, "decode", padding=self.scheduler.held.values())
         with _timed(record, "retire"):
             record.finished = [request.id for request in self.scheduler.retire_finished()]
 
@@ -196,7 +196,7 @@ class Engine:
         record: StepRecord,
         outputs: list[Output],
         phase: Literal["prefill", "decode"],
-        padding: Sequence[int] = (),
+        padding: Collection[int] = (),
     ) -> None:
         """One forward, then a token for each request that has caught up with its own tokens.
 
@@ -227,7 +227,7 @@ class Engine:
                 if request.phase is not Phase.FINISHED:
                     outputs.append(self._fail(request, record, error))
 
-    def _batch(self, works: list[Work], padding: Sequence[int]) -> tuple[Batch, list[range]]:
+    def _batch(self, works: list[Work], padding: Collection[int]) -> tuple[Batch, list[range]]:
         """The rows of a forward and, per work, the positions that score a prompt token.
 
         A row of padding does what a live one of that many tokens does, in the scratch slot.
