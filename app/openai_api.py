@@ -471,9 +471,12 @@ class Envelope:
         }
 
 
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
 def sse(body: dict[str, Any]) -> bytes:
     """One server-sent event."""
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _encode(body).encode() + b"\n\n"
 
 
 DONE = b"data: [DONE]\n\n"

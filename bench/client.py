@@ -6,6 +6,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 
+import aiohttp
 import httpx
 
 from bench.report import Advance, BenchError
@@ -16,6 +17,8 @@ from bench.workload import Workload
 CONNECT_TIMEOUT = 10.0
 SILENCE_TIMEOUT = 300.0
 """Seconds without a byte after which a request counts as failed: a full queue is silent for long."""
+LONGEST_LINE = 1 << 20
+"""Bytes of one server-sent event."""
 
 
 @dataclass(frozen=True)
@@ -51,39 +54,42 @@ def drive(server: Server, workload: Workload, *, advance: Advance | None = None)
 
 async def _drive(server: Server, workload: Workload, advance: Advance | None) -> Timelines:
     model = server.model()
-    timeout = httpx.Timeout(SILENCE_TIMEOUT, connect=CONNECT_TIMEOUT)
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=server.url, timeout=timeout, limits=limits) as client:
+    # Not httpx: on a machine that also runs the server, each token's work here is taken from it.
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT, sock_read=SILENCE_TIMEOUT)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=timeout, read_bufsize=LONGEST_LINE
+    ) as session:
         run = Timelines.of(workload, time.time())
         async with asyncio.TaskGroup() as group:
             for timeline in run.requests:
-                group.create_task(_complete(client, server, model, timeline, advance))
+                group.create_task(_complete(session, server, model, timeline, advance))
         run.ended = time.time()
     return run
 
 
 async def _complete(
-    client: httpx.AsyncClient, server: Server, model: str, timeline: Timeline, advance: Advance | None
+    session: aiohttp.ClientSession, server: Server, model: str, timeline: Timeline, advance: Advance | None
 ) -> None:
     item, stream = timeline.item, CompletionStream()
     timeline.token_times = stream.token_times
     await asyncio.sleep(timeline.arrival - time.time())
+    url, headers = f"{server.url}/v1/completions", server.headers(item.tenant)
     try:
-        async with client.stream(
-            "POST", "/v1/completions", json=item.body(model), headers=server.headers(item.tenant)
-        ) as response:
-            if response.is_success:
-                async for line in response.aiter_lines():
+        async with session.post(url, json=item.body(model), headers=headers) as response:
+            if response.ok:
+                async for line in response.content:
                     before = len(stream.token_times)
-                    stream.feed(line, time.time())
+                    stream.feed(line.decode(errors="replace"), time.time())
                     if advance:
                         advance(len(stream.token_times) - before)
                     if stream.done or stream.error:
                         break
                 stream.end(item.output_tokens)
             else:
-                body = (await response.aread()).decode(errors="replace")
-                stream.error = f"HTTP {response.status_code}: {body[:200]}"
-    except httpx.HTTPError as error:
+                body = (await response.read()).decode(errors="replace")
+                stream.error = f"HTTP {response.status}: {body[:200]}"
+    # A line beyond LONGEST_LINE is a ValueError.
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         stream.error = f"{type(error).__name__}: {error}"
     timeline.text, timeline.output, timeline.error = stream.text, stream.token_ids, stream.error

@@ -35,7 +35,7 @@ WARM_UP_STEPS = 50
 class NullModel:
     """Every token is 0."""
 
-    vocab_size = 2
+    vocab_size = 10
 
     def row_count(self, rows: int) -> int:
         return rows

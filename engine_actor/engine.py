@@ -140,6 +140,8 @@ class Engine:
             raise RequestRefusedError(
                 "a request needs at least one prompt token and max_tokens of at least 1"
             )
+        if not all(0 <= token < self.model.vocab_size for token in request.tokens):
+            raise RequestRefusedError(f"token ids go from 0 to {self.model.vocab_size - 1} in this model")
         if request.max_tokens_total > limit:
             raise RequestRefusedError(
                 f"prompt ({request.prompt_len} tokens) + max_tokens ({request.params.max_tokens}) is "

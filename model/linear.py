@@ -15,8 +15,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-CANDIDATES = (1, 2, 3, *range(4, 64, 4), *range(64, 128, 8), *range(128, 256, 16), *range(256, 513, 32))
-"""Row counts tried: fine steps for decode, coarse ones for prefill."""
+CANDIDATES = (*range(4, 64, 4), *range(64, 128, 8), *range(128, 256, 16), *range(256, 513, 32))
+"""Row counts tried: fine steps for decode, coarse ones for prefill. Less than four rows take no less time."""
 HEAD_CANDIDATES = tuple(count for count in CANDIDATES if count <= 64)
 """The same for the output head: few rows sample, and its products are large."""
 PROBE_ROWS = 32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -123,6 +124,10 @@ class RunningEngine:
 class ObservedServer:
     url: str
     engines: dict[str, RunningEngine]
+
+    def pids(self) -> list[int]:
+        """As a served one's: it lives in this process."""
+        return [os.getpid()]
 
 
 @contextmanager

@@ -49,7 +49,7 @@ function options(chart, width) {
   return {
     width,
     height: HEIGHT,
-    padding: [8, 6, 0, 0],
+    padding: [8, 18, 0, 0],
     legend: { show: false },
     cursor: { y: false, points: { size: 5 } },
     scales: {

@@ -48,7 +48,7 @@ def test_tenant_key_and_forced_length_are_sent(fake: FakeServer) -> None:
 @pytest.mark.parametrize(
     ("behaviour", "complaint", "kept"),
     [
-        ("breaks off", "RemoteProtocolError", 0.5),
+        ("breaks off", "ClientPayloadError", 0.5),
         ("error event", "the engine failed", 0.5),
         ("refuses", "HTTP 429: .*the queue is full", 0),
     ],

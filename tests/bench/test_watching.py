@@ -33,7 +33,9 @@ def test_windows_alternate_and_count_tokens(tmp_path: Path, monkeypatch: pytest.
     # Half a second says nothing about the cost: only the figures are looked at, not the bar.
     assert main(["watching", "--out", str(tmp_path), "--rounds", "2", "--window", "0.5"]) in (0, 1)
     result = json.loads((tmp_path / "watching.json").read_text())
-    assert len(result["ratios"]) == 2
+    for shares in result["shares"].values():
+        assert len(shares) == 2
+        assert all(0 <= share < 1 for share in shares)
     for rates in result["tokens_per_s"].values():
         assert all(rate > 50 for rate in rates)
     assert engine.view.asked > 5

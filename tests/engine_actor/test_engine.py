@@ -87,6 +87,14 @@ def test_a_request_that_can_never_fit_is_refused_with_both_lengths() -> None:
         engine.submit(request("too long", [1] * 10, 7))
 
 
+@pytest.mark.parametrize("token", [-1, FakeModel.vocab_size])
+def test_a_token_outside_the_vocabulary_is_refused_before_it_can_fail_a_whole_forward(token: int) -> None:
+    engine = Engine(FakeModel(), fake_kv(), Fcfs())
+    with pytest.raises(RequestRefusedError, match="token ids go from 0 to 96"):
+        engine.submit(request("absurd", [1, token], 3))
+    assert not engine.has_work()
+
+
 def test_a_failed_forward_ends_its_requests_and_the_loop_goes_on() -> None:
     model = FakeModel()
     engine = Engine(model, fake_kv(), Fcfs())
