@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     report.table("A busy engine with a page open and without", columns, rows)
     report.note(
         f"Tokens/s watched / unwatched: {ratio:.3f}, the median over pairs of windows that differ by more "
-        "than that for other reasons. The last column counts all of the server's threads but those that compute."
+        "than that for other reasons. The last column counts all threads of the server that do not compute."
     )
     report.at_most("processor time that the page takes / the machine's", cost, BAR)
     return report.finish({"cost": cost, "shares": shares, "tokens_per_s_ratio": ratio, "tokens_per_s": rates})

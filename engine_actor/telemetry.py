@@ -42,8 +42,8 @@ HISTORY_BYTES = 64 << 20
 """Encoded steps kept at most: ten minutes at 60 a second with 16 slots, less with more."""
 BACKLOG = 4096
 """Steps that may wait to be looked at; more are not recorded, and counted."""
-NEWS_STEPS = 64
-"""Steps one message to live pages holds at most: they are asked for ten times a second."""
+NEWS_STEPS = 128
+"""Steps one message to live pages holds at most: they are asked for four times a second."""
 BATCH_SECONDS = 0.05
 IDLE_SECONDS = 5.0
 """Pause between looks while nothing happens: gauges in Ray need to be refreshed now and then."""
