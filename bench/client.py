@@ -17,8 +17,6 @@ from bench.workload import Workload
 CONNECT_TIMEOUT = 10.0
 SILENCE_TIMEOUT = 300.0
 """Seconds without a byte after which a request counts as failed: a full queue is silent for long."""
-LONGEST_LINE = 1 << 20
-"""Bytes of one server-sent event."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class Server:
 
 
 def drive(server: Server, workload: Workload, *, advance: Advance | None = None) -> Timelines:
-    """Send each item when it is due and stream its answer; `advance` counts output tokens.
+    """Send each item when it is due and stream its answer; `advance` counts events, about one a token.
 
     A request that fails keeps the tokens it got and says why in its timeline.
     """
@@ -54,42 +52,63 @@ def drive(server: Server, workload: Workload, *, advance: Advance | None = None)
 
 async def _drive(server: Server, workload: Workload, advance: Advance | None) -> Timelines:
     model = server.model()
-    # Not httpx: on a machine that also runs the server, each token's work here is taken from it.
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT, sock_read=SILENCE_TIMEOUT)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(
-        connector=connector, timeout=timeout, read_bufsize=LONGEST_LINE
-    ) as session:
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
         run = Timelines.of(workload, time.time())
+        answers = [_Answer(timeline) for timeline in run.requests]
         async with asyncio.TaskGroup() as group:
-            for timeline in run.requests:
-                group.create_task(_complete(session, server, model, timeline, advance))
+            for answer in answers:
+                group.create_task(answer.receive(session, server, model, advance))
         run.ended = time.time()
+    for answer in answers:
+        answer.read()
     return run
 
 
-async def _complete(
-    session: aiohttp.ClientSession, server: Server, model: str, timeline: Timeline, advance: Advance | None
-) -> None:
-    item, stream = timeline.item, CompletionStream()
-    timeline.token_times = stream.token_times
-    await asyncio.sleep(timeline.arrival - time.time())
-    url, headers = f"{server.url}/v1/completions", server.headers(item.tenant)
-    try:
-        async with session.post(url, json=item.body(model), headers=headers) as response:
-            if response.ok:
-                async for line in response.content:
-                    before = len(stream.token_times)
-                    stream.feed(line.decode(errors="replace"), time.time())
+class _Answer:
+    """One streamed completion: noted as it arrives, read when all have arrived.
+
+    A client shares the cores with the server it measures, so while the clock runs it does next to nothing.
+    """
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._parts: list[tuple[float, bytes]] = []
+        self._error: str | None = None
+
+    async def receive(
+        self, session: aiohttp.ClientSession, server: Server, model: str, advance: Advance | None
+    ) -> None:
+        item = self._timeline.item
+        await asyncio.sleep(self._timeline.arrival - time.time())
+        url, headers = f"{server.url}/v1/completions", server.headers(item.tenant)
+        try:
+            async with session.post(url, json=item.body(model), headers=headers) as response:
+                if not response.ok:
+                    body = (await response.read()).decode(errors="replace")
+                    self._error = f"HTTP {response.status}: {body[:200]}"
+                    return
+                async for part in response.content.iter_any():
+                    self._parts.append((time.time(), part))
                     if advance:
-                        advance(len(stream.token_times) - before)
-                    if stream.done or stream.error:
-                        break
-                stream.end(item.output_tokens)
-            else:
-                body = (await response.read()).decode(errors="replace")
-                stream.error = f"HTTP {response.status}: {body[:200]}"
-    # A line beyond LONGEST_LINE is a ValueError.
-    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        stream.error = f"{type(error).__name__}: {error}"
-    timeline.text, timeline.output, timeline.error = stream.text, stream.token_ids, stream.error
+                        advance(part.count(b"data: {"))
+        except (aiohttp.ClientError, TimeoutError) as error:
+            self._error = f"{type(error).__name__}: {error}"
+
+    def read(self) -> None:
+        """Fill the timeline in."""
+        stream, timeline = CompletionStream(), self._timeline
+        rest = b""
+        for now, part in self._parts:
+            *lines, rest = (rest + part).split(b"\n")
+            for line in lines:
+                if not (stream.done or stream.error):
+                    stream.feed(line.decode(errors="replace"), now)
+        if self._error is None:
+            stream.end(timeline.item.output_tokens)
+        timeline.token_times, timeline.text, timeline.output = (
+            stream.token_times,
+            stream.text,
+            stream.token_ids,
+        )
+        timeline.error = self._error or stream.error

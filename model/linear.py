@@ -39,7 +39,8 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, in] to [rows, out]."""
         if self._packed:
-            y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            linear = torch.ops.mkldnn._linear_pointwise.default
+            y: torch.Tensor = linear(x, self.weight, self.bias, "none", [], "")
             return y
         return F.linear(x, self.weight, self.bias)
 
