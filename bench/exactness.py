@@ -39,6 +39,8 @@ class Recorder:
         logits = self.model.forward(batch, kv)
         owners = self.owners()
         for row, bits in zip(batch.logit_rows, logits.cpu().numpy(), strict=True):
+            if batch.slots[row] == kv.scratch:
+                continue  # a static batch's padding
             request = owners[int(batch.slots[row])]
             index = int(batch.positions[row]) + 1 - request.prompt_len
             self.digests[request.id, index] = hashlib.blake2b(bits.tobytes(), digest_size=16).digest()

@@ -232,7 +232,8 @@ class Engine:
     def _batch(self, works: list[Work], padding: Collection[int]) -> tuple[Batch, list[range]]:
         """The rows of a forward and, per work, the positions that score a prompt token.
 
-        A row of padding does what a live one of that many tokens does, in the scratch slot.
+        A row of padding does what a live one of that many tokens does, in the scratch slot. Its logits
+        come last, and nobody samples them.
         """
         tokens: list[int] = []
         positions: list[int] = []
@@ -249,6 +250,7 @@ class Engine:
             tokens.extend(request.tokens[start:end])
             positions.extend(range(start, end))
             slots.extend([request.slot] * work.count)
+        logit_rows.extend(range(len(tokens), len(tokens) + len(padding)))
         tokens.extend([0] * len(padding))
         positions.extend(length - 1 for length in padding)
         slots.extend([self.kv.scratch] * len(padding))

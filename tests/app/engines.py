@@ -26,6 +26,9 @@ POISON = VOCAB - 1
 class PacedModel(FakeModel):
     """The toy model at a pace that leaves time to interfere, and with something to choke on."""
 
+    vocab_size = 1 << 16
+    """It reads what a real tokenizer writes, and answers with the first few tokens."""
+
     def __init__(self, seconds: float = 0.0) -> None:
         super().__init__()
         self.seconds = seconds
