@@ -17,10 +17,11 @@ from bench.report import CONTINUOUS, INK, MUTED, STATIC, BenchError, Report
 from bench.workload import Shape, Spread, build
 from engine_actor.chrome_trace import chrome_trace
 from engine_actor.engine import Engine, StepRecord
-from engine_actor.scheduler import Mode
+from engine_actor.scheduler import CALM_TOKENS_PER_SLOT, Mode
 
 MODES: tuple[Mode, ...] = ("separate", "batched", "chunked")
-BUDGETS = (24, 32, 40, 48, 64, 96, 128, 256, 512)
+BUDGETS = (24, 32, 48, 64, 128, 256, 512)
+SWEEP_REPEATS = 3
 LEAD = 30
 """Steps of plain decoding before the long prompt arrives."""
 NAMES = {
@@ -63,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--decoders", type=int, help="requests already decoding (default: all slots but the prompt's)"
     )
-    parser.add_argument("--repeats", type=int, default=3, help="trials per mode; the median one is reported")
+    parser.add_argument("--repeats", type=int, default=5, help="trials per mode; each step's median counts")
     parser.add_argument(
         "--budgets", type=int, nargs="*", default=BUDGETS, help="step budgets of the sweep, in rows"
     )
@@ -79,23 +80,25 @@ def run(args: argparse.Namespace) -> int:
 
     def trial(mode: Mode, budget: int | None = None) -> Trial:
         engine = bare.build(model, slots=args.slots, max_len=args.max_len, mode=mode, max_step_tokens=budget)
-        return _trial(engine, decoders, args.prompt)
+        found = _trial(engine, decoders, args.prompt)
+        advance()
+        return found
 
     budgets = [budget for budget in args.budgets if budget > args.slots]
     trials: dict[Mode, Trial] = {}
     sweep: dict[int, Trial] = {}
-    with report.progress("long prompts", len(MODES) * args.repeats + len(budgets)) as advance:
-        repeats: dict[Mode, list[Trial]] = {mode: [] for mode in MODES}
-        for _ in range(args.repeats):
-            for mode in MODES:
-                repeats[mode].append(trial(mode))
-                advance()
+    default = CALM_TOKENS_PER_SLOT * args.slots
+    others = [budget for budget in budgets if budget != default]
+    total = len(MODES) * args.repeats + len(others) * SWEEP_REPEATS
+    with report.progress("long prompts", total) as advance:
+        turns = [{mode: trial(mode) for mode in MODES} for _ in range(args.repeats)]
         for mode in MODES:
-            trials[mode] = sorted(repeats[mode], key=lambda t: t.worst)[args.repeats // 2]
+            trials[mode] = _typical([turn[mode] for turn in turns])
             report.save(_figures(trials))
+        rounds = [{budget: trial("chunked", budget) for budget in others} for _ in range(SWEEP_REPEATS)]
         for budget in budgets:
-            sweep[budget] = trial("chunked", budget)
-            advance()
+            same = [found[budget] for found in rounds if budget in found]
+            sweep[budget] = _typical(same) if same else trials["chunked"]
 
     data = _figures(trials) | {
         "prompt_tokens": args.prompt,
@@ -178,6 +181,22 @@ def _trial(engine: Engine, decoders: int, prompt: int) -> Trial:
         prefill=sum(_forward_seconds(record) for record in guilty),
         records=records,
         guilty=max(guilty, key=lambda record: record.seconds).number,
+    )
+
+
+def _typical(trials: Sequence[Trial]) -> Trial:
+    """Trials take the same steps, so each gap is the median of what it was in them.
+
+    What stalls one trial and no other is the machine's doing. The records are those of the calmest trial.
+    """
+    chosen = min(trials, key=lambda t: t.worst)
+    same = zip(*(trial.gaps for trial in trials), strict=True)
+    return Trial(
+        gaps=[(median(when for when, _ in gaps), median(gap for _, gap in gaps)) for gaps in same],
+        ttft=median(t.ttft for t in trials),
+        prefill=median(t.prefill for t in trials),
+        records=chosen.records,
+        guilty=chosen.guilty,
     )
 
 

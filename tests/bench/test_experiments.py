@@ -28,6 +28,13 @@ def test_the_knee_lies_where_stall_and_wait_are_both_low() -> None:
     assert spike._knee(sweep) == 64
 
 
+def test_a_stall_of_one_trial_alone_does_not_count_and_one_of_all_does() -> None:
+    trials = [trial(0.1, 1.0), trial(0.9, 1.2), trial(0.12, 1.1)]
+    typical = spike._typical(trials)
+    assert (typical.worst, typical.ttft) == (0.12, 1.1)
+    assert spike._typical([trial(0.9, 1.0)] * 3).worst == 0.9
+
+
 @pytest.mark.parametrize("mode", ["separate", "batched", "chunked"])
 def test_a_trial_blames_the_step_that_carried_the_prompt(mode: Mode) -> None:
     engine = Engine(FakeModel(), fake_kv(max_len=512), Fcfs(), mode=mode, max_step_tokens=40)
