@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[0.35, LOAD],
         help="open loop: arrivals as shares of continuous batching's capacity (default: 0.35 0.7)",
     )
-    parser.add_argument("--open-requests", type=int, default=64, help="requests per rate (default: 64)")
+    parser.add_argument("--open-requests", type=int, default=48, help="requests per rate (default: 48)")
     parser.add_argument(
         "--sweep", choices=["variance"], help="instead: the gain against the spread of output lengths"
     )

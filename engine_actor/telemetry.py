@@ -43,7 +43,7 @@ HISTORY_BYTES = 64 << 20
 BACKLOG = 4096
 """Steps that may wait to be looked at; more are not recorded, and counted."""
 NEWS_STEPS = 128
-"""Steps one message to live pages holds at most: they are asked for four times a second."""
+"""Steps one message to live pages holds at most: they are asked for a few times a second."""
 BATCH_SECONDS = 0.05
 IDLE_SECONDS = 5.0
 """Pause between looks while nothing happens: gauges in Ray need to be refreshed now and then."""
