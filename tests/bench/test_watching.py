@@ -30,6 +30,7 @@ def test_windows_alternate_and_count_tokens(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(watching, "served", toy_served)
     monkeypatch.setattr(watching, "_streams", load)
     monkeypatch.setattr(watching, "FILL_SECONDS", 0.2)
+    monkeypatch.setattr(watching, "SETTLE_SECONDS", 0.5)
     # Half a second says nothing about the cost: only the figures are looked at, not the bar.
     assert main(["watching", "--out", str(tmp_path), "--rounds", "2", "--window", "0.5"]) in (0, 1)
     result = json.loads((tmp_path / "watching.json").read_text())
