@@ -22,7 +22,7 @@ def haproxy(scratch: str) -> dict[str, str]:
         # Tokens are small: a hop between threads costs a replica more than what it does with one.
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
         "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
-        # Ten times a second is the default, and it costs 5 % of a core when nothing happens.
+        # Ten times a second is the default, and costs most when nothing happens.
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
         # Replicas and engines leave together: half a minute of draining would only delay Ctrl-C.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",

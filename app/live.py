@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import Metric
 from engine_actor.step_wire import page_message
 
 REFRESH_SECONDS = 0.4
-"""Each question takes some milliseconds of the engine's cores: ten a second cost it 4 % of its tokens/s."""
+"""Each question takes some milliseconds of the engine's cores (`python -m bench watching`)."""
 RETRY_SECONDS = 1.0
 BACKLOG_SECONDS = 60.0
 """Steps a page gets when it opens."""

@@ -106,9 +106,6 @@ class _Answer:
                     stream.feed(line.decode(errors="replace"), now)
         if self._error is None:
             stream.end(timeline.item.output_tokens)
-        timeline.token_times, timeline.text, timeline.output = (
-            stream.token_times,
-            stream.text,
-            stream.token_ids,
-        )
+        timeline.token_times, timeline.text = stream.token_times, stream.text
+        timeline.output = stream.token_ids
         timeline.error = self._error or stream.error

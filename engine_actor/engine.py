@@ -140,7 +140,7 @@ class Engine:
             raise RequestRefusedError(
                 "a request needs at least one prompt token and max_tokens of at least 1"
             )
-        if not all(0 <= token < self.model.vocab_size for token in request.tokens):
+        if not 0 <= min(request.tokens) <= max(request.tokens) < self.model.vocab_size:
             raise RequestRefusedError(f"token ids go from 0 to {self.model.vocab_size - 1} in this model")
         if request.max_tokens_total > limit:
             raise RequestRefusedError(
