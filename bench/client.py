@@ -42,15 +42,20 @@ class Server:
             raise BenchError(f"no OpenAI-compatible server at {self.url}: {error}") from error
 
 
-def drive(server: Server, workload: Workload, *, advance: Advance | None = None) -> Timelines:
+def drive(
+    server: Server, workload: Workload, *, in_turn: bool = False, advance: Advance | None = None
+) -> Timelines:
     """Send each item when it is due and stream its answer; `advance` counts events, about one a token.
+
+    `in_turn`: and not before the server has begun to answer the item before it, so that items due at
+    once arrive in one order, every time.
 
     A request that fails keeps the tokens it got and says why in its timeline.
     """
-    return asyncio.run(_drive(server, workload, advance))
+    return asyncio.run(_drive(server, workload, in_turn, advance))
 
 
-async def _drive(server: Server, workload: Workload, advance: Advance | None) -> Timelines:
+async def _drive(server: Server, workload: Workload, in_turn: bool, advance: Advance | None) -> Timelines:
     model = server.model()
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT, sock_read=SILENCE_TIMEOUT)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
@@ -59,6 +64,8 @@ async def _drive(server: Server, workload: Workload, advance: Advance | None) ->
         async with asyncio.TaskGroup() as group:
             for answer in answers:
                 group.create_task(answer.receive(session, server, model, advance))
+                if in_turn:
+                    await answer.begun.wait()
         run.ended = time.time()
     for answer in answers:
         answer.read()
@@ -73,6 +80,8 @@ class _Answer:
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
+        self.begun = asyncio.Event()
+        """Its headers are here, or will never be."""
         self._parts: list[tuple[float, bytes]] = []
         self._error: str | None = None
 
@@ -84,6 +93,7 @@ class _Answer:
         url, headers = f"{server.url}/v1/completions", server.headers(item.tenant)
         try:
             async with session.post(url, json=item.body(model), headers=headers) as response:
+                self.begun.set()
                 if not response.ok:
                     body = (await response.read()).decode(errors="replace")
                     self._error = f"HTTP {response.status}: {body[:200]}"
@@ -94,6 +104,8 @@ class _Answer:
                         advance(part.count(b"data: {"))
         except (aiohttp.ClientError, TimeoutError) as error:
             self._error = f"{type(error).__name__}: {error}"
+        finally:
+            self.begun.set()
 
     def read(self) -> None:
         """Fill the timeline in."""

@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,9 +27,6 @@ SIDES: dict[str, dict[str, Any]] = {
 }
 COLOURS = {"continuous": CONTINUOUS, "static": STATIC}
 GAIN, UTILIZATION, TTFT_GAIN = 2.5, 0.9, 5.0
-ORDER_GAP = 0.002
-"""Seconds between the requests of the closed loop: both sides see them in one order, so that a static
-batch holds the same requests in every run."""
 LOAD = 0.7
 """Of continuous batching's own capacity: where the open-loop bar stands."""
 VARIATIONS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0)
@@ -60,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _head_to_head(args: argparse.Namespace) -> int:
     report = Report("compare", args.out)
-    closed = _in_order(workload.chosen(args, max_len=args.max_len, requests=128))
+    # Sent in turn, though all at once: a static batch holds the same requests in every run.
+    closed = workload.chosen(args, max_len=args.max_len, requests=128).arriving(None)
     opened = workload.chosen(args, max_len=args.max_len, requests=args.open_requests)
     report.say(f"closed loop: {closed}")
 
@@ -71,7 +68,7 @@ def _head_to_head(args: argparse.Namespace) -> int:
         report.say(f"{side}: starting `serve run` with {policy}")
         with _server(settings) as server:
             client.drive(server, workload.preset("smoke", seed=1))
-            figures, seen = _measure(report, server, closed, f"{side}-closed")
+            figures, seen = _measure(report, server, closed, f"{side}-closed", in_turn=True)
             data["closed"][side], pictures[side] = figures, seen
             report.save(data)
             capacity = data["closed"]["continuous"]["requests_per_s"]
@@ -108,11 +105,6 @@ def _head_to_head(args: argparse.Namespace) -> int:
     return report.finish(data)
 
 
-def _in_order(load: Workload) -> Workload:
-    items = (replace(item, arrival=index * ORDER_GAP) for index, item in enumerate(load.items))
-    return Workload(load.name, tuple(items))
-
-
 @contextmanager
 def _server(settings: Mapping[str, Any]) -> Iterator[client.Server]:
     """A server of our own, as the client sees it."""
@@ -124,10 +116,10 @@ def _server(settings: Mapping[str, Any]) -> Iterator[client.Server]:
 
 
 def _measure(
-    report: Report, server: client.Server, load: Workload, name: str
+    report: Report, server: client.Server, load: Workload, name: str, *, in_turn: bool = False
 ) -> tuple[dict[str, Any], Observed]:
     with report.progress(name, load.output_tokens) as advance:
-        run: Timelines = client.drive(server, load, advance=advance)
+        run: Timelines = client.drive(server, load, in_turn=in_turn, advance=advance)
     if run.errors:
         raise BenchError(f"{name}: {len(run.errors)} requests failed, the first with {run.errors[0]}")
     since = min(600.0, time.time() - run.started + 1)

@@ -92,8 +92,8 @@ def _thread_seconds(server: Server) -> dict[Path, float]:
     for pid in server.pids():
         for task in Path(f"/proc/{pid}/task").glob("*"):
             with contextlib.suppress(OSError):
-                user, system = (task / "stat").read_text().rpartition(")")[2].split()[11:13]
-                found[task] = (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+                # In nanoseconds; `stat` counts in ticks, which miss threads that wake for less.
+                found[task] = int((task / "schedstat").read_text().split()[0]) / 1e9
     return found
 
 

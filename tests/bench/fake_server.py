@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 
-Behaviour = Literal["well", "breaks off", "error event", "refuses"]
+Behaviour = Literal["well", "breaks off", "error event", "refuses", "first one late"]
 
 
 class FakeServer:
@@ -21,6 +21,7 @@ class FakeServer:
         self.delay = delay
         self.seen: list[tuple[dict[str, str], dict[str, Any]]] = []
         self.hung_up = 0
+        self._first = threading.Lock()
         server = self
 
         class Handler(_Handler):
@@ -28,6 +29,10 @@ class FakeServer:
 
         self._http = _Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
+
+    def take_first(self) -> bool:
+        """True to whoever asks first."""
+        return self._first.acquire(blocking=False)
 
     @contextmanager
     def running(self) -> Iterator[FakeServer]:
@@ -62,6 +67,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.fake.behaviour == "first one late" and self.fake.take_first():
+            time.sleep(0.2)
         self.fake.seen.append((dict(self.headers.items()), body))
         if self.fake.behaviour == "refuses":
             self._json(429, {"error": {"message": "the queue is full", "type": "overloaded"}})

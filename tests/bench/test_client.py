@@ -37,6 +37,16 @@ def test_every_token_is_timed_from_the_items_arrival(fake: FakeServer) -> None:
     assert 0 < figures["ttft_p50"] <= figures["ttft_p95"] < figures["e2e_max"]
 
 
+@pytest.mark.parametrize("behaviour", ["first one late", "refuses"])
+def test_items_due_at_once_arrive_in_their_order_when_sent_in_turn(
+    fake: FakeServer, behaviour: Behaviour
+) -> None:
+    fake.behaviour = behaviour
+    load = workload.preset("smoke").arriving(None)
+    client.drive(Server(fake.url), load, in_turn=True)
+    assert [body["prompt"] for _, body in fake.seen] == [list(item.prompt) for item in load.items]
+
+
 def test_tenant_key_and_forced_length_are_sent(fake: FakeServer) -> None:
     load = workload.preset("smoke").among({"a": 1.0}, {-1: 1.0})
     client.drive(Server(fake.url, api_key="k"), load)
