@@ -15,8 +15,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-CANDIDATES = (*range(4, 64, 4), *range(64, 128, 8), *range(128, 256, 16), *range(256, 513, 32))
-"""Row counts tried: fine steps for decode, coarse ones for prefill. Less than four rows take no less time."""
+CANDIDATES = (*range(4, 128, 4), *range(128, 256, 8), *range(256, 513, 32))
+"""Row counts tried: a step pays for every row that it is padded with, and the fewer rows the more that is of
+it. Less than four take no less time."""
 HEAD_CANDIDATES = tuple(count for count in CANDIDATES if count <= 64)
 """The same for the output head: few rows sample, and its products are large."""
 PROBE_ROWS = 32

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import peers, results, spike
+from bench import compare, peers, results, spike
 from bench.__main__ import main
 from bench.peers import PEERS, Peer, Worker
 from bench.report import BenchError, Report
@@ -63,6 +63,12 @@ def test_a_peer_that_crashes_says_its_last_line(tmp_path: Path) -> None:
 def test_outputs_are_compared_whole() -> None:
     assert peers._equal([[1, 2], [3]], [[1, 2], [4]]) == 1
     assert peers._equal([[1, 2]], ["text"]) is None
+
+
+def test_a_side_that_runs_twice_counts_as_the_mean_of_its_turns() -> None:
+    turns = [{"tokens_per_s": 100.0, "utilization": 0.9}, {"tokens_per_s": 150.0, "utilization": None}]
+    assert compare._mean(turns) == {"tokens_per_s": 125.0, "utilization": None}
+    assert compare._mean(turns[:1]) == turns[0]
 
 
 def test_peers_are_pinned() -> None:
