@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
+from starlette.requests import ClientDisconnect
 
 from app.config import Settings
 from app.engine_client import EngineClient, NoEngineError, QueueFullError, RayEngine
@@ -231,11 +232,14 @@ class Service:
         size = int(declared) if declared.isdecimal() else 0
         if size <= limit:
             size = 0
-            async for part in http.stream():
-                size += len(part)
-                if size > limit:
-                    break
-                parts.append(part)
+            try:
+                async for part in http.stream():
+                    size += len(part)
+                    if size > limit:
+                        break
+                    parts.append(part)
+            except ClientDisconnect:
+                raise _hung_up() from None
         if size > limit:
             raise ApiError(413, f"The body exceeds the limit of {limit} bytes.", code="body_too_large")
         return b"".join(parts)
@@ -315,6 +319,10 @@ class Service:
         }
 
 
+def _hung_up() -> ApiError:
+    return ApiError(499, "The client closed the connection.")
+
+
 def _retry_later() -> dict[str, str]:
     return {"Retry-After": str(RETRY_AFTER_SECONDS)}
 
@@ -331,7 +339,7 @@ async def _unless_disconnected(http: Request, work: Awaitable[dict[str, Any]]) -
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ApiError(499, "The client closed the connection.")
+            raise _hung_up()
         return working.result()
     finally:
         working.cancel()

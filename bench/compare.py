@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import heapq
 import statistics
 import time
 from collections.abc import Iterator, Mapping
@@ -32,6 +33,7 @@ TURNS = ("continuous", "static", "continuous")
 counts as the mean of both, since a machine's speed drifts within minutes."""
 LOAD = 0.7
 """Of continuous batching's own capacity: where the open-loop bar stands."""
+OTHER_SEEDS = range(1, 9)
 VARIATIONS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0)
 SWEEP_ROUNDS = 3
 """Turns of each side per variation: a run takes seconds, so that one disturbance would decide it."""
@@ -94,6 +96,7 @@ def _head_to_head(args: argparse.Namespace) -> int:
     _draw_slots(report, pictures)
     by_turn = " and ".join(f"{turn['tokens_per_s']:.0f}" for turn in turns["continuous"])
     report.note(f"Closed loop, continuous: the mean of {by_turn} tokens/s, before and after static.")
+    report.note(_fewest(args, closed))
     report.note(
         "What to see: a static batch keeps the slots of its finished requests until its longest answer "
         "is out; continuous batching gives each slot to the next in the queue at the very next step."
@@ -140,6 +143,33 @@ def _measure(
         "utilization": seen.utilization(),
         "utilization_while_waiting": seen.utilization_while_waiting(),
     }, seen
+
+
+def _fewest(args: argparse.Namespace, load: Workload) -> str:
+    """What the draw of the lengths alone decides, for this workload and for others like it."""
+    static, continuous = fewest_steps(load, args.slots)
+    told = f"{static:,} steps at least in static batches, {continuous:,} in slots that are refilled at once"
+    if args.trace:
+        return f"{told}: {static / continuous:.2f}x."
+    ratios = []
+    for seed in OTHER_SEEDS:
+        other = workload.preset(args.preset, seed=args.seed + seed, requests=len(load))
+        fewest = fewest_steps(other, args.slots)
+        ratios.append(fewest[0] / fewest[1])
+    return (
+        f"{told}: {static / continuous:.2f}x. How much there is to gain lies in the draw: with the next "
+        f"{len(OTHER_SEEDS)} seeds it is {min(ratios):.2f}x to {max(ratios):.2f}x."
+    )
+
+
+def fewest_steps(load: Workload, slots: int) -> tuple[int, int]:
+    """Decode steps that a workload needs with full batches, and with slots that are refilled at once."""
+    lengths = [item.output_tokens for item in load.items]
+    batches = [lengths[first : first + slots] for first in range(0, len(lengths), slots)]
+    free_at = [0] * slots
+    for length in lengths:
+        heapq.heapreplace(free_at, free_at[0] + length)
+    return sum(map(max, batches)), max(free_at)
 
 
 def _mean(turns: list[dict[str, Any]]) -> dict[str, Any]:

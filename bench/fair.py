@@ -111,14 +111,15 @@ def run(args: argparse.Namespace) -> int:
     with report.progress("B alone", alone.output_tokens) as advance:
         quiet, _ = _drive(model, alone, "fcfs", advance)
     rounds: list[dict[str, tuple[bare.Run, Ledger]]] = []
+    data: dict[str, Any] = {}
     for number in range(1, args.rounds + 1):
         # The machine's pace drifts; taking turns lets it drift for both alike.
         rounds.append({})
         for policy in POLICIES if number % 2 else reversed(POLICIES):
             with report.progress(f"{policy} {number}/{args.rounds}", both.output_tokens) as advance:
                 rounds[-1][policy] = _drive(model, both, policy, advance)
-        report.save(_figures(both, quiet, rounds))
-    data = _figures(both, quiet, rounds)
+        data = _figures(both, quiet, rounds)
+        report.save(data)
     _table(report, data)
     # The picture shows the round that the rest of the machine disturbed least.
     _draw(report, data, min(rounds, key=lambda played: sum(run.seconds for run, _ in played.values())))

@@ -108,8 +108,9 @@ class Scheduler:
         decoding = Phase.DECODE
         plan.decode = [Work(r, 1) for r in self.running if r.phase is decoding]
         prefilling = [r for r in self.running if r.phase is not decoding]
-        if prefilling:
-            prefilling = cast(list[Request], self.policy.order(prefilling, now))
+        if not prefilling:
+            return plan
+        prefilling = cast(list[Request], self.policy.order(prefilling, now))
         if self.mode == "chunked":
             self._chunk(plan, prefilling)
         else:

@@ -604,6 +604,37 @@ def test_health_fails_while_work_waits_and_no_step_ends(tokenizer: Tokenizer) ->
     scenario(work, tokenizer, seconds=0.3, stall_seconds=0.02)
 
 
+COMPLETION_SCOPE = {
+    "type": "http",
+    "asgi": {"version": "3.0"},
+    "http_version": "1.1",
+    "method": "POST",
+    "path": "/v1/completions",
+    "query_string": b"",
+    "headers": [],
+}
+
+
+def test_a_body_that_ends_halfway_is_no_bug_of_ours(tokenizer: Tokenizer) -> None:
+    async def work(s: Site) -> None:
+        messages: list[dict[str, Any]] = [
+            {"type": "http.request", "body": b'{"prompt": [9', "more_body": True},
+            {"type": "http.disconnect"},
+        ]
+        sent: list[dict[str, Any]] = []
+
+        async def receive() -> dict[str, Any]:
+            return messages.pop(0)
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        await s.app(dict(COMPLETION_SCOPE), receive, send)
+        assert sent[0]["status"] == 499
+
+    scenario(work, tokenizer)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("queued", [False, True])
 def test_a_client_that_hangs_up_frees_its_slot_within_two_steps(
@@ -629,16 +660,7 @@ def test_a_client_that_hangs_up_frees_its_slot_within_two_steps(
         async def send(_: dict[str, Any]) -> None:
             pass
 
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "method": "POST",
-            "path": "/v1/completions",
-            "query_string": b"",
-            "headers": [],
-        }
-        call = asyncio.ensure_future(s.app(scope, receive, send))
+        call = asyncio.ensure_future(s.app(dict(COMPLETION_SCOPE), receive, send))
         async with asyncio.timeout(10):
             while steps.status().running + steps.status().waiting <= mine:
                 await asyncio.sleep(0.005)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from bench import compare, peers, results, spike
+from bench import compare, peers, results, spike, workload
 from bench.__main__ import main
 from bench.peers import PEERS, Peer, Worker
 from bench.report import BenchError, Report
@@ -66,9 +67,18 @@ def test_outputs_are_compared_whole() -> None:
 
 
 def test_a_side_that_runs_twice_counts_as_the_mean_of_its_turns() -> None:
-    turns = [{"tokens_per_s": 100.0, "utilization": 0.9}, {"tokens_per_s": 150.0, "utilization": None}]
+    turns: list[dict[str, Any]] = [
+        {"tokens_per_s": 100.0, "utilization": 0.9},
+        {"tokens_per_s": 150.0, "utilization": None},
+    ]
     assert compare._mean(turns) == {"tokens_per_s": 125.0, "utilization": None}
     assert compare._mean(turns[:1]) == turns[0]
+
+
+def test_static_batches_need_as_many_steps_as_their_longest_answers() -> None:
+    items = [workload.Item(str(n), 0.0, (1,), length) for n, length in enumerate([9, 1, 2, 3, 5, 1])]
+    # Pairs: 9 + 3 + 5. Refilled: one slot has the 9, then the last one; the other 1 + 2 + 3 + 5.
+    assert compare.fewest_steps(workload.Workload("w", tuple(items)), slots=2) == (17, 11)
 
 
 def test_peers_are_pinned() -> None:
