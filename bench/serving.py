@@ -99,7 +99,14 @@ def served(
     command = [str(Path(sys.executable).with_name("serve")), "run", str(directory / "config.yaml")]
     with (directory / "log").open("wb") as log:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=ROOT,
+            env=env,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            # Whoever was started in the background has inherited a deaf ear to the signal that `stop` sends.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     server = Server(f"http://127.0.0.1:{port}", process, directory)
     try:
