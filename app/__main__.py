@@ -7,6 +7,7 @@ front end, which streams to many clients several times faster than the default P
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import signal
 import socket
@@ -57,7 +58,11 @@ def main() -> int:
         if not args.python_proxy:
             environment |= haproxy(scratch)
         command = [str(Path(sys.executable).with_name("serve")), "run", str(args.config)]
-        server = subprocess.Popen(command, env=environment)
+        # A shell starts what is in the background with a deaf ear to Ctrl-C, the signal Ray Serve leaves on.
+        hear = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        server = subprocess.Popen(command, env=environment, preexec_fn=hear)
+        # What stops a service or a container stops the server as Ctrl-C does; else it would stay, an orphan.
+        signal.signal(signal.SIGTERM, lambda *_: server.send_signal(signal.SIGINT))
         try:
             with console.status("Starting Ray, loading the model ..."):
                 ready = _wait(server, url)
