@@ -68,7 +68,7 @@ class Load:
             self._arrive(telemetry)
         outputs, record = self.engine.step()
         if telemetry is not None:
-            telemetry.on_step(record, outputs)
+            telemetry.on_step(record)
         for output in outputs:
             if output.finish_reason is not None:
                 request = self.open.pop(output.request_id)

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -24,11 +24,14 @@ from engine_actor.request import FinishReason, Output, Phase, PreemptReason, Req
 from engine_actor.scheduler import Mode, Plan, Scheduler, Work
 from model import sampler
 from model.batch import Batch, SlotModel
-from model.sampler import InvalidLogits, Sampled
+from model.sampler import Sampled
 from model.slot_kv import SlotKV
 from policies.base import Policy
 
 log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 PREEMPTION_LOG_SECONDS = 1.0
 
@@ -37,9 +40,9 @@ class RequestRefusedError(ValueError):
     """The request can never run here; the message says why and gives both lengths."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Span:
-    """What one request did in one step: `tokens` rows in `slot`, from position `start`."""
+    """What one request did in one forward: `tokens` rows in `slot`, from position `start`."""
 
     request_id: str
     tenant: str
@@ -47,7 +50,8 @@ class Span:
     kind: Literal["prefill", "decode"]
     start: int
     tokens: int
-    sampled: bool
+    sampled: bool = False
+    """Whether a token came of it."""
     forward: int = 0
     """Which of the step's forwards: the position among its prefill and decode intervals."""
 
@@ -86,7 +90,7 @@ class StepRecord:
     kv_tokens: int = 0
     kv_budget: int = 0
     errors: int = 0
-    """Forwards that failed in this step."""
+    """Forwards that failed in this step, or whose every request did."""
     zero: float = field(default_factory=time.perf_counter, repr=False, compare=False)
     """The monotonic clock when the step started: intervals count from it."""
 
@@ -125,6 +129,8 @@ class Engine:
         )
         self.clock = clock
         self.steps = 0
+        self.progressed = time.monotonic()
+        """When a forward last ended: a step may hold many."""
         self._submitted = 0
         self._unlogged: Counter[PreemptReason] = Counter()
         self._logged = -math.inf
@@ -154,7 +160,10 @@ class Engine:
         self.scheduler.policy.enqueue(request, request.queued)
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> bool:
-        """Drop a request wherever it is and free its slot now. False when it is not here."""
+        """Drop a request wherever it is and free its slot now; False when it is not here.
+
+        Under a gang policy the slot stays with the batch until the whole of it is done.
+        """
         request = self.requests.get(request_id)
         if request is None:
             return False
@@ -202,32 +211,43 @@ class Engine:
     ) -> None:
         """One forward, then a token for each request that has caught up with its own tokens.
 
-        A failure ends the requests that were in this forward, and nobody else.
+        A forward that fails is repeated for each of its requests alone, where all but the culprit get the
+        bits they would have got. Raises torch.AcceleratorError: after it the device is of no use.
         """
         # An earlier piece of the same prompt may have failed.
         works = [work for work in works if work.request.phase is not Phase.FINISHED]
         if not works:
             return
         forward = sum(interval.phase in ("prefill", "decode") for interval in record.intervals)
-        record.spans.extend(_span(work, forward) for work in works)
+        spans = [_span(work, forward) for work in works]
         try:
             with _timed(record, phase):
                 batch, scored = self._batch(works, padding)
                 logits = self.model.forward(batch, self.kv)
-                for work in works:
-                    work.request.computed += work.count
-                    self.kv.lengths[work.request.slot] = work.request.computed
-            record.forwards += 1
-            record.rows += len(batch) - len(padding)
-            record.padded_rows += self.model.row_count(len(batch))
-            with _timed(record, "sample"):
-                self._sample(works, scored, logits, record, outputs)
+        except torch.AcceleratorError:
+            raise
         except Exception as error:
-            log.exception("step %d failed; ending the %d requests in it", record.number, len(works))
+            log.exception("step %d: a forward of %d requests failed", record.number, len(works))
             record.errors += 1
-            for request in (work.request for work in works):
-                if request.phase is not Phase.FINISHED:
-                    outputs.append(self._fail(request, record, error))
+            if len(works) > 1:
+                for work in works:
+                    self._compute([work], record, outputs, phase)
+            else:
+                record.spans += spans
+                outputs.append(self._fail(works[0].request, record, error))
+            return
+        finally:
+            self.progressed = time.monotonic()
+        for work in works:
+            work.request.computed += work.count
+            self.kv.lengths[work.request.slot] = work.request.computed
+        record.spans += spans
+        record.forwards += 1
+        record.rows += len(batch) - len(padding)
+        record.padded_rows += self.model.row_count(len(batch))
+        with _timed(record, "sample"):
+            self._sample(spans, works, scored, logits, record, outputs)
+        record.errors += all(work.request.finish_reason == "error" for work in works)
 
     def _batch(self, works: list[Work], padding: Collection[int]) -> tuple[Batch, list[range]]:
         """The rows of a forward and, per work, the positions that score a prompt token.
@@ -259,51 +279,45 @@ class Engine:
 
     def _sample(
         self,
+        spans: list[Span],
         works: list[Work],
         scored: list[range],
         logits: torch.Tensor,
         record: StepRecord,
         outputs: list[Output],
     ) -> None:
-        """A token for each request that is due one. Invalid logits end their own request, nobody else."""
-        sampling: list[Request] = []
+        """A token for each request that is due one. What is wrong with one ends that one, and nobody else."""
+        sampling: list[tuple[Span, Request]] = []
         rows: list[int] = []
         row = 0
-        for request, positions in zip((work.request for work in works), scored, strict=True):
+        for span, request, positions in zip(spans, (work.request for work in works), scored, strict=True):
             if positions:
                 targets = request.prompt[positions.start + 1 : positions.stop + 1]
                 top = request.params.prompt_logprobs or 0
-                try:
-                    request.prompt_scores += sampler.prompt_logprobs(
-                        logits[row : row + len(positions)], targets, top
-                    )
-                except InvalidLogits as error:
-                    outputs.append(self._fail(request, record, error))
+                scores = _attempt(sampler.prompt_logprobs, logits[row : row + len(positions)], targets, top)
+                if isinstance(scores, Exception):
+                    outputs.append(self._fail(request, record, scores))
+                else:
+                    request.prompt_scores += scores
                 row += len(positions)
             if request.computed == len(request.tokens):
                 if request.phase is not Phase.FINISHED:
-                    sampling.append(request)
+                    sampling.append((span, request))
                     rows.append(row)
                 row += 1
-        while sampling:
-            chosen = logits if len(rows) == len(logits) else logits[rows]
-            try:
-                tokens = sampler.sample(chosen, sampling)
-            except InvalidLogits as error:
-                log.error(
-                    "step %d: ending %d of %d requests: %s", record.number, len(error.rows), len(rows), error
-                )
-                record.errors += len(error.rows) == len(rows)
-                for i in reversed(error.rows):
-                    outputs.append(self._fail(sampling.pop(i), record, error))
-                    del rows[i]
+        chosen = logits if len(rows) == len(logits) else logits[rows]
+        tokens = _sample_each(chosen, [request for _, request in sampling])
+        for (span, request), sampled in zip(sampling, tokens, strict=True):
+            if isinstance(sampled, Exception):
+                outputs.append(self._fail(request, record, sampled))
             else:
-                outputs += [self._push(*pair) for pair in zip(sampling, tokens, strict=True)]
-                break
+                span.sampled = True
+                outputs.append(self._push(request, sampled))
 
     def _fail(self, request: Request, record: StepRecord, error: Exception) -> Output:
         self._close(request, "error")
         message = f"the engine failed in step {record.number}: {error}"
+        log.error("request %s ends: %s", request.id, message)
         return Output(request.id, request.num_output, None, "error", message)
 
     def _push(self, request: Request, sampled: Sampled) -> Output:
@@ -375,9 +389,32 @@ def _span(work: Work, forward: int) -> Span:
         kind="decode" if request.phase is Phase.DECODE else "prefill",
         start=request.computed,
         tokens=work.count,
-        sampled=request.computed + work.count == len(request.tokens),
         forward=forward,
     )
+
+
+def _sample_each(logits: torch.Tensor, requests: list[Request]) -> list[Sampled | Exception]:
+    """Each request's token, or what is wrong with it alone. logits: [len(requests), vocab]."""
+    if not requests:
+        return []
+    together = _attempt(sampler.sample, logits, requests)
+    if not isinstance(together, Exception):
+        return [*together]
+    if len(requests) == 1:
+        return [together]
+    return [
+        token for i, request in enumerate(requests) for token in _sample_each(logits[i : i + 1], [request])
+    ]
+
+
+def _attempt(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | Exception:
+    """What the call returns or raises. Raises torch.AcceleratorError, since no request is to blame."""
+    try:
+        return call(*args, **kwargs)
+    except torch.AcceleratorError:
+        raise
+    except Exception as error:
+        return error
 
 
 @contextmanager

@@ -89,7 +89,7 @@ class EngineMetrics:
         self.recomputed_tokens = counter("recomputed_tokens", "Tokens prefilled again after a preemption.")
         self.preemptions = counter("preemptions", "Requests that had to give their slot back.", "reason")
         self.steps = counter("steps", "Engine steps.")
-        self.step_errors = counter("step_errors", "Forwards that failed and ended their requests.")
+        self.step_errors = counter("step_errors", "Forwards that failed, or whose every request did.")
         self.spans_exported = counter("spans_exported", "Trace spans handed to the exporter.")
         self.spans_dropped = counter("spans_dropped", "Trace spans lost: queue full or collector dead.")
         self.records_dropped = counter("records_dropped", "Steps that telemetry was too slow to look at.")
@@ -138,6 +138,8 @@ class EngineMetrics:
         """Set what is a state and not an event. Ray forgets a gauge that is not set again for long."""
         self.info.set(1, **self._labels)
         by_label = dict.fromkeys(self._tenants, 0)
+        if len(self._tenants) == TENANT_LABELS:
+            by_label[OTHER_TENANTS] = 0
         for name, count in waiting.items():
             label = self.tenant(name)
             by_label[label] = by_label.get(label, 0) + count

@@ -62,8 +62,6 @@ class Request:
     finished: float | None = None
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0
-    num_displacements: int = 0
-    """Those of the preemptions that made room for another request, not for want of KV."""
     recomputed_tokens: int = 0
     """Tokens prefilled more than once because a preemption forgot them."""
     prompt_scores: list[Sampled] = field(default_factory=list)
@@ -89,7 +87,7 @@ class Request:
     def stop_reason(self) -> FinishReason | None:
         """Why the newest token is the last one, if it is."""
         newest, params = self.tokens[-1], self.params
-        if self.num_output > params.min_tokens or self.num_output >= params.max_tokens:
+        if self.num_output > params.min_tokens:
             if newest in params.stop_token_ids:
                 return "stop"
             if newest in self.eos_token_ids and not params.ignore_eos:

@@ -18,7 +18,7 @@ from policies.base import Policy
 Mode = Literal["separate", "batched", "chunked"]
 
 MAX_SCORED_ROWS = 256
-"""Rows of one prompt that bring their logits in one forward: each is as wide as the vocabulary."""
+"""Rows of prompts that bring their logits in one forward: each is as wide as the vocabulary."""
 
 CALM_TOKENS_PER_SLOT = 2
 BUSY_TOKENS_PER_SLOT = 16
@@ -147,7 +147,6 @@ class Scheduler:
         request.recomputed_tokens += request.computed
         request.computed = 0
         request.num_preemptions += 1
-        request.num_displacements += reason == "displaced"
         request.phase = Phase.WAITING
         self.policy.enqueue(request, now)
         plan.preempted[request] = reason
@@ -227,12 +226,12 @@ class Scheduler:
         return [shared, *alone] if shared else alone
 
     def _chunk(self, plan: Plan, prefilling: list[Request]) -> None:
-        room = self.step_tokens - len(plan.decode)
+        room, scored_room = self.step_tokens - len(plan.decode), MAX_SCORED_ROWS
         for request in prefilling:
             count = min(room, len(request.tokens) - request.computed)
             if request.params.prompt_logprobs is not None:
-                count = min(count, MAX_SCORED_ROWS)
-            if count == 0:
-                return
-            plan.decode.append(Work(request, count))
-            room -= count
+                count = min(count, scored_room)
+                scored_room -= count
+            if count:
+                plan.decode.append(Work(request, count))
+                room -= count

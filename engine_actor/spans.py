@@ -17,7 +17,7 @@ from opentelemetry.trace import Link, SpanContext, Status, StatusCode, get_curre
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from engine_actor.engine import StepRecord
-from engine_actor.request import FinishReason
+from engine_actor.request import FinishReason, PreemptReason
 from engine_actor.span_export import SAMPLED, SCOPE
 
 MAX_REQUEST_IDS = 64
@@ -93,6 +93,8 @@ class Stage:
     tokens: int = 0
     """Prefilled or generated."""
     slot: int | None = None
+    reason: PreemptReason | None = None
+    """`preempted` only."""
     chunks: list[tuple[float, int, int, int]] = field(default_factory=list)
     """Prefill only: (time, step, first position, tokens), the first MAX_CHUNK_EVENTS of them."""
     chunk_count: int = 0
@@ -149,6 +151,8 @@ def request_spans(
             }
         elif stage.name == "decode":
             attributes["slotserve.decode.tokens"] = stage.tokens
+        elif stage.reason is not None:
+            attributes["slotserve.preemption.reason"] = stage.reason
         recomputing |= stage.name == "preempted"
         events = [
             Event(

@@ -28,6 +28,7 @@ from engine_actor.telemetry import open_telemetry
 log = logging.getLogger("ray.serve")
 
 MAX_BACKOFF_SECONDS = 30.0
+PING_SECONDS = 5.0
 STEADY_SECONDS = 60.0
 """An engine that lived this long did not die of how it started: the next start is not delayed."""
 
@@ -109,11 +110,30 @@ class Supervisor:
             return
         await self._change(index, Incarnation(f"engine-{index}", actor, info))
         try:
-            await actor.lifetime.remote()
-        except RayError as error:
+            await self._until_it_is_gone(actor)
+        except (RayError, TimeoutError) as error:
             # Not only RayActorError: one that ran out of memory, or with its node, has an error of its own.
             log.error("engine %d is gone, starting it again: %s", index, error)
         await self._change(index, None)
+
+    async def _until_it_is_gone(self, actor: ActorHandle) -> None:
+        """Raises RayError when the actor has died, and TimeoutError when its process answers no more.
+
+        An engine notices by itself when its steps stall, but not when all of its process stands still.
+        """
+        lifetime = asyncio.ensure_future(actor.lifetime.remote())
+        while True:
+            ping = asyncio.ensure_future(actor.ping.remote())
+            answered, _ = await asyncio.wait(
+                {lifetime, ping}, timeout=self._config.stall_seconds, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not answered:
+                ping.cancel()
+                lifetime.cancel()
+                raise TimeoutError(f"its process has not answered for {self._config.stall_seconds:g} s")
+            for answer in answered:
+                answer.result()
+            await asyncio.wait({lifetime}, timeout=PING_SECONDS)
 
     async def _change(self, index: int, alive: Incarnation | None, failure: str | None = None) -> None:
         async with self._changed:

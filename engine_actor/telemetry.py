@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,7 @@ from prometheus_client.metrics_core import Metric
 from engine_actor.engine import Span, StepRecord
 from engine_actor.messages import TelemetryConfig
 from engine_actor.metrics import EngineMetrics
-from engine_actor.request import Output, Request
+from engine_actor.request import PreemptReason, Request
 from engine_actor.span_export import SpanSink, open_sink
 from engine_actor.spans import (
     MAX_CHUNK_EVENTS,
@@ -76,7 +75,7 @@ class _Life:
     computed: int = 0
     """Most tokens ever cached for it: those below are recomputed when prefilled again."""
     last_token: float | None = None
-    waits: bool = True
+    waits: bool = False
 
 
 class Telemetry:
@@ -125,7 +124,7 @@ class Telemetry:
         """A request has reached the engine."""
         self._append(_Submitted(request))
 
-    def on_step(self, record: StepRecord, outputs: Sequence[Output]) -> None:
+    def on_step(self, record: StepRecord) -> None:
         """A step is over."""
         if len(self._events) < BACKLOG:
             self._append(_Stepped(record))
@@ -148,15 +147,17 @@ class Telemetry:
         with self._seen:
             self._process()
 
-    def steps_since(self, number: int, limit: int) -> list[bytes]:
-        """Encoded steps after step `number`, the oldest first; the newest `limit` of them."""
+    def steps_since(self, number: int, limit: int) -> tuple[int, list[bytes]]:
+        """The newest step's number, and the encoded steps after step `number`: the newest `limit` of them,
+        the oldest first."""
         found: list[bytes] = []
         with self._ring_lock:
+            newest = self._ring[-1][0] if self._ring else -1
             for step, _, line in reversed(self._ring):
                 if step <= number or len(found) == limit:
                     break
                 found.append(line)
-        return found[::-1]
+        return newest, found[::-1]
 
     def steps_of_last(self, seconds: float) -> list[bytes]:
         """Encoded steps that started within the last `seconds` up to now, the oldest first."""
@@ -170,8 +171,8 @@ class Telemetry:
 
         Of very many steps the newest NEWS_STEPS; of -1 in any case, as for a page that has just come.
         """
-        steps = self.steps_since(since, NEWS_STEPS)
-        return self.last_step, page_message(self._engine, steps, time.time(), self.waiting())
+        newest, steps = self.steps_since(since, NEWS_STEPS)
+        return newest, page_message(self._engine, steps, time.time(), self.waiting())
 
     def figures(self) -> list[Metric]:
         """The metrics' families, with everything counted that has happened so far."""
@@ -183,12 +184,6 @@ class Telemetry:
     def waiting(self) -> dict[str, int]:
         """Requests that wait, by tenant."""
         return {tenant: count for tenant, count in self._waiting.copy().items() if count}
-
-    @property
-    def last_step(self) -> int:
-        """Number of the newest step in the ring; -1 before the first."""
-        with self._ring_lock:
-            return self._ring[-1][0] if self._ring else -1
 
     def close(self) -> None:
         """Look at what is left, and end the thread. The sink stays its owner's to shut down."""
@@ -224,8 +219,9 @@ class Telemetry:
         queue = Stage("queue", request.arrival, request.arrival)
         tenant = self.metrics.tenant(request.tenant)
         parent = parse_context(request.trace_context) if self._sink else None
-        self._lives[request.id] = _Life(request, tenant, parent, [queue], last_token=request.last_token)
-        self._waits(request.tenant, 1)
+        life = _Life(request, tenant, parent, [queue], last_token=request.last_token)
+        self._lives[request.id] = life
+        self._waits(life, True)
         self._news["arrived"].append(
             [request.id, request.tenant, request.arrival, request.prompt_len, request.params.max_tokens]
         )
@@ -241,9 +237,8 @@ class Telemetry:
         for request_id, reason in record.preempted.items():
             self.metrics.preemptions.inc(reason=reason)
             if (life := self._lives.get(request_id)) is not None:
-                self._next_stage(life, "preempted", record.started)
-                life.waits = True
-                self._waits(life.request.tenant, 1)
+                self._next_stage(life, "preempted", record.started, reason)
+                self._waits(life, True)
         for request_id in record.admitted:
             if (life := self._lives.get(request_id)) is not None:
                 self._admitted(life, record)
@@ -253,8 +248,7 @@ class Telemetry:
         self._keep(record)
 
     def _admitted(self, life: _Life, record: StepRecord) -> None:
-        life.waits = False
-        self._waits(life.request.tenant, -1)
+        self._waits(life, False)
         if len(life.stages) == 1:
             life.stages[0].start = life.request.queued
             self.metrics.queue_time.observe(record.started - life.request.queued, tenant=life.tenant)
@@ -263,6 +257,7 @@ class Telemetry:
         self._next_stage(life, "prefill", record.started)
 
     def _served(self, life: _Life, span: Span, record: StepRecord, context: SpanContext | None) -> None:
+        self._waits(life, False)
         stage = life.stages[-1]
         stage.slot = span.slot
         if context is not None:
@@ -296,8 +291,7 @@ class Telemetry:
         reason = request.finish_reason or "error"
         if (life := self._lives.pop(request.id, None)) is None:
             return
-        if life.waits:
-            self._waits(request.tenant, -1)
+        self._waits(life, False)
         # A finished request's last token is out with its step; an aborted one ends when it is dropped.
         at_step = life.last_token if reason in ("stop", "length") else None
         end = at_step or request.finished or request.queued
@@ -314,16 +308,21 @@ class Telemetry:
             )
         self._news["ended"].append([request.id, reason, end])
 
-    def _next_stage(self, life: _Life, name: StageName, at: float) -> None:
+    def _next_stage(
+        self, life: _Life, name: StageName, at: float, reason: PreemptReason | None = None
+    ) -> None:
         life.stages[-1].end = max(at, life.stages[-1].start)
-        life.stages.append(Stage(name, life.stages[-1].end, life.stages[-1].end))
+        life.stages.append(Stage(name, life.stages[-1].end, life.stages[-1].end, reason=reason))
         if len(life.stages) > MAX_STAGES:
             del life.stages[1]
 
-    def _waits(self, tenant: str, change: int) -> None:
-        self._waiting[tenant] = self._waiting.get(tenant, 0) + change
-        if not self._waiting[tenant]:
-            del self._waiting[tenant]
+    def _waits(self, life: _Life, waits: bool) -> None:
+        # A record that was dropped may have told of the change before.
+        if waits is not life.waits:
+            life.waits, tenant = waits, life.request.tenant
+            self._waiting[tenant] = self._waiting.get(tenant, 0) + (1 if waits else -1)
+            if not self._waiting[tenant]:
+                del self._waiting[tenant]
 
     def _keep(self, record: StepRecord) -> None:
         news, self._news = self._news, {"arrived": [], "ended": []}

@@ -20,8 +20,8 @@ class Batch:
     """The rows of one ragged forward.
 
     A row is one token of one request. Rows of one slot are adjacent and their positions
-    ascend by one, starting at the slot's length in the KV cache. Prefill and decode differ
-    only in how many rows a slot brings.
+    ascend by one, starting at the slot's length in the KV cache: so each row finds the keys of
+    all positions before its own. Prefill and decode differ only in how many rows a slot brings.
     """
 
     tokens: IntArray

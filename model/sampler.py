@@ -156,7 +156,7 @@ def _choose(logits: torch.Tensor, sequences: list[Sequenced]) -> list[int]:
     kernels.choose_tokens(
         rows,
         np.array([p.temperature for p in params], np.float32),
-        np.array([p.top_k for p in params], np.int64),
+        np.array([min(p.top_k, rows.shape[1]) for p in params], np.int64),
         np.array([p.top_p for p in params], np.float64),
         np.array([p.min_p for p in params], np.float64),
         np.array([uniform(s.params.seed, len(s.tokens) - s.prompt_len) for s in sequences]),

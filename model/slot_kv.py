@@ -21,8 +21,10 @@ class SlotKV:
     """K, V: n_layer x (num_slots + 1) x n_kv_head x max_len x head_dim; a length per slot.
 
     The extra last slot is scratch: padding rows write there and no request owns it.
-    Positions and masks come from `lengths` only, so a released slot's leftovers are unreachable.
-    `poison` overwrites a slot with NaN when it is released, so that a test can prove it.
+    `lengths` says how many positions of a slot are filled. A row of a forward attends to the positions up to
+    its own, and all of them have been written since the slot was acquired, so that the leftovers of whoever
+    had it before are unreachable. `poison` overwrites a slot with NaN when it is released, so that a test can
+    prove it.
 
     The order in memory is the attention kernel's: on a CPU, keys
     [layer, slot, head, max_len / KEY_BLOCK, head_dim, KEY_BLOCK] and values

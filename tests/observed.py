@@ -22,7 +22,6 @@ from engine_actor import request as engine_request
 from engine_actor.engine import Engine
 from engine_actor.metrics import EngineMetrics
 from engine_actor.scheduler import Mode
-from engine_actor.step_wire import page_message
 from engine_actor.telemetry import Telemetry
 from model.batch import Batch
 from model.sampler import SamplingParams
@@ -55,9 +54,7 @@ class LocalView:
 
     async def news(self, since: int) -> tuple[int, bytes]:
         self.asked += 1
-        steps = self.telemetry.steps_since(since, 64)
-        message = page_message(self.name, steps, time.time(), self.telemetry.waiting())
-        return self.telemetry.last_step, message
+        return self.telemetry.news(since)
 
     async def history(self, seconds: float) -> list[bytes]:
         return self.telemetry.steps_of_last(seconds)
@@ -113,7 +110,7 @@ class RunningEngine:
                 continue
             with self._lock:
                 outputs, record = self.engine.step()
-            self.telemetry.on_step(record, outputs)
+            self.telemetry.on_step(record)
             for output in outputs:
                 if output.finish_reason is not None:
                     self.telemetry.on_end(self._open.pop(output.request_id))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import pytest
+import torch
 
 from engine_actor import actor
 from engine_actor.actor import EngineActor, StepLoop
@@ -15,7 +17,9 @@ from engine_actor.engine import Engine, StepRecord
 from engine_actor.messages import EngineInfo, EngineStatus, Frame
 from engine_actor.request import Output, Request
 from engine_actor.step_wire import decode_step, unpack_steps
+from model.batch import Batch
 from model.sampler import SamplingParams
+from model.slot_kv import SlotKV
 from policies.fcfs import Fcfs
 from tests.fakes import VOCAB, FakeModel, fake_kv, fake_telemetry
 
@@ -37,7 +41,7 @@ class Recorder:
     def on_submit(self, request: Request) -> None:
         self.submitted.append(request.id)
 
-    def on_step(self, record: StepRecord, outputs: Sequence[Output]) -> None:
+    def on_step(self, record: StepRecord) -> None:
         self.steps.append(record.number)
 
     def on_end(self, request: Request) -> None:
@@ -128,7 +132,7 @@ def test_time_without_work_is_no_stall() -> None:
     held = threading.Event()
     recorder = Recorder()
     loop = start(recorder, Held())
-    loop._last_step -= 3600
+    loop._roused -= 3600
     assert loop.status().stalled == 0
     with loop._wake:
         # The step thread has not even seen it yet.
@@ -305,11 +309,61 @@ def test_an_engine_whose_step_does_not_end_gives_up(monkeypatch: pytest.MonkeyPa
         assert not gave_up.done()
         engine._steps.submit("replica", [request("a", 1)])
         try:
-            assert "no step has ended" in str(await gave_up)
+            assert "no forward has ended" in str(await gave_up)
         finally:
             end.set()
 
     actor_scenario(work, Hung(), stall_seconds=0.2)
+
+
+def test_a_long_step_of_many_forwards_is_no_stall() -> None:
+    """In mode `separate` a step holds the prompts of all who were admitted in it."""
+
+    class Slow(FakeModel):
+        def forward(self, batch: Batch, kv: SlotKV) -> torch.Tensor:
+            longest.append(loop.status().stalled)
+            time.sleep(0.1)
+            return super().forward(batch, kv)
+
+    longest: list[float] = []
+    recorder = Recorder()
+
+    def build() -> tuple[Engine, EngineInfo]:
+        return Engine(Slow(), fake_kv(num_slots=6), Fcfs(), mode="separate"), INFO
+
+    loop = StepLoop(
+        build,
+        max_waiting=10,
+        ready=lambda info: recorder.ready.set(),
+        deliver=recorder.deliver,
+        fail=recorder.fail,
+        observers=[recorder],
+    )
+    loop.start()
+    assert recorder.ready.wait(5)
+    loop.submit("replica", [request(f"r{i}", 1) for i in range(6)])
+    until(lambda: len(recorder.ended) == 6)
+    loop.stop()
+    assert recorder.steps == [0]
+    assert max(longest) < 0.3
+
+
+def test_one_request_that_always_fails_is_no_reason_to_give_up() -> None:
+    class Picky(FakeModel):
+        def forward(self, batch: Batch, kv: SlotKV) -> torch.Tensor:
+            if 11 in batch.tokens:
+                raise ValueError("11 is not to be said")
+            return super().forward(batch, kv)
+
+    recorder = Recorder()
+    loop = start(recorder, Picky())
+    with loop._wake:
+        loop.submit("replica", [request("long", 40)])
+        loop.submit("replica", [replace(request(f"bad{i}"), prompt=[11]) for i in range(8)])
+    until(lambda: len(recorder.ended) == 9)
+    assert not recorder.failed.is_set()
+    assert recorder.outputs("replica")[-1].request_id == "long"
+    loop.stop()
 
 
 def test_the_reader_that_stops_reading_releases_what_it_submitted() -> None:

@@ -109,6 +109,81 @@ def test_a_failed_forward_ends_its_requests_and_the_loop_goes_on() -> None:
     assert engine.kv.free_slots == engine.kv.num_slots
 
 
+class FailsFor(FakeModel):
+    """Refuses whole forwards in which somebody says 11, or any forward but those of one request."""
+
+    def __init__(self, *, crowds: bool = False) -> None:
+        super().__init__()
+        self.crowds = crowds
+
+    def forward(self, batch: Batch, kv: SlotKV) -> torch.Tensor:
+        if self.crowds and len(set(batch.slots)) > 1:
+            raise torch.OutOfMemoryError("too many rows")
+        if 11 in batch.tokens:
+            raise ValueError("11 is not to be said")
+        return super().forward(batch, kv)
+
+
+@pytest.mark.parametrize("mode", ["separate", "batched", "chunked"])
+@pytest.mark.parametrize("crowds", [False, True])
+def test_a_failed_forward_ends_the_culprit_and_changes_nobodys_answer(mode: Mode, crowds: bool) -> None:
+    def good() -> list[Request]:
+        return [request(f"good{i}", [i] * (1 + i), 6, float(i)) for i in range(3)]
+
+    expected = run(Engine(FakeModel(), fake_kv(), Fcfs()), good())
+    engine = Engine(FailsFor(crowds=crowds), fake_kv(), Fcfs(), mode=mode)
+    for item in (requests := good()):
+        engine.submit(item)
+    engine.step()
+    engine.submit(request("bad", [5, 11], 6))
+    outputs, record = engine.step()
+    assert [o.request_id for o in outputs if o.finish_reason == "error"] == ["bad"]
+    assert {span.request_id for span in record.spans if span.sampled} == {item.id for item in requests}
+    while engine.has_work():
+        engine.step()
+    assert {item.id: item.output for item in requests} == expected
+    assert engine.kv.free_slots == engine.kv.num_slots
+
+
+def test_a_request_that_the_sampler_chokes_on_ends_alone() -> None:
+    engine = Engine(FakeModel(), fake_kv(), Fcfs())
+    good = request("good", [1], 3)
+    absurd = Request("absurd", [2], SamplingParams(temperature=1, frequency_penalty="much"))  # type: ignore[arg-type]
+    for item in (good, absurd):
+        engine.submit(item)
+    while engine.has_work():
+        assert engine.step()[1].errors == 0
+    assert (good.finish_reason, absurd.finish_reason) == ("length", "error")
+
+
+def test_a_device_that_is_lost_ends_the_loop_and_no_request() -> None:
+    class Lost(FakeModel):
+        def forward(self, batch: Batch, kv: SlotKV) -> torch.Tensor:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    engine = Engine(Lost(), fake_kv(), Fcfs())
+    engine.submit(item := request("innocent", [1], 3))
+    with pytest.raises(torch.AcceleratorError):
+        engine.step()
+    assert item.finish_reason is None
+
+
+def test_an_answer_ends_with_a_stop_token_once_it_is_long_enough() -> None:
+    whole = request("whole", [1, 2], 9)
+    run(Engine(FakeModel(), fake_kv(), Fcfs()), [whole])
+    for min_tokens in range(9):
+        params = SamplingParams(
+            max_tokens=9, temperature=0, stop_token_ids=(whole.output[2],), min_tokens=min_tokens
+        )
+        stopped = Request("stopped", [1, 2], params)
+        run(Engine(FakeModel(), fake_kv(), Fcfs()), [stopped])
+        if min_tokens <= 2:
+            assert (stopped.output, stopped.finish_reason) == (whole.output[:3], "stop")
+        else:
+            assert len(stopped.output) > min_tokens or stopped.finish_reason == "length"
+            assert stopped.output[2] != whole.output[2]
+
+
 class BrokenFor(FakeModel):
     """Answers NaN to whoever says 11."""
 
@@ -132,7 +207,8 @@ def test_invalid_logits_end_their_own_request_alone() -> None:
         failed = [o for o in outputs if o.finish_reason == "error"]
         assert [(o.request_id, o.sampled) for o in failed] == [("bad", None)]
         assert "not finite" in (failed[0].error or "")
-        assert record.errors == 0
+        # To be scored it has a forward of its own, of which nothing is left.
+        assert record.errors == (params.prompt_logprobs is not None)
         while engine.has_work():
             engine.step()
         assert {item.id: item.output for item in requests} == expected
@@ -179,3 +255,15 @@ def test_a_prompt_to_be_scored_goes_in_pieces(mode: Mode, monkeypatch: pytest.Mo
     assert run(engine, [scored, plain])["scored"] == scored.output == plain.output
     assert [score.token for score in scored.prompt_scores] == list(range(1, 30))
     assert max(len(batch.logit_rows) for batch in model.forwards) <= 8 + 1
+
+
+def test_prompts_to_be_scored_share_what_one_forward_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine_actor.scheduler.MAX_SCORED_ROWS", 8)
+    model = FakeModel()
+    engine = Engine(model, fake_kv(), Fcfs(), max_step_tokens=60)
+    params = SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=0)
+    scored = [Request(f"scored{i}", list(range(i, i + 20)), params) for i in range(3)]
+    run(engine, [*scored, request("plain", list(range(20)), 2)])
+    assert all(len(item.prompt_scores) == 19 for item in scored)
+    assert max(len(batch.logit_rows) for batch in model.forwards) <= 8 + 4
+    assert len(model.forwards[0]) == 8 + 20, "who is not to be scored need not wait"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,3 +88,28 @@ def test_the_readmes_notebook_runs_as_it_stands(capsys: pytest.CaptureFixture[st
     assert len(printed) == 8
     assert printed[0].startswith("0 [('a', ")
     assert all("'b'" in line for line in printed)
+
+
+BITS = """
+import hashlib, random, sys
+import numba
+from bench.exactness import random_requests, run_busy
+from model.loader import load_model
+model = load_model(sys.argv[1], device="cpu")
+asked = random_requests(random.Random(3), 8, model.vocab_size, 90, 12)
+trail = run_busy(model, model.new_kv(4, 128), asked, random.Random(4), "chunked", lambda: None)
+bits = hashlib.blake2b(b"".join(trail.digests[key] for key in sorted(trail.digests)))
+print(numba.get_num_threads(), len(trail.digests), bits.hexdigest())
+"""
+
+
+def test_threads_that_really_run_side_by_side_change_no_bit(tmp_path: Path) -> None:
+    """In processes of their own: this one's kernels run on one thread."""
+    save_random_model(tmp_path, "llama")
+    runs = {}
+    for threads in ("1", "4"):
+        environment = os.environ | {"NUMBA_NUM_THREADS": threads, "OMP_NUM_THREADS": threads}
+        command = [sys.executable, "-c", BITS, str(tmp_path)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        runs[done.stdout.split()[0]] = done.stdout.split()[1:]
+    assert runs["1"] == runs["4"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,19 +12,22 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import Link, StatusCode
 
-from engine_actor.engine import Engine
+from engine_actor.engine import Engine, StepRecord
 from engine_actor.metrics import OTHER_TENANTS, TENANT_LABELS, EngineMetrics, exposition
 from engine_actor.request import Request
 from engine_actor.span_export import SpanSink
 from engine_actor.spans import MAX_REQUEST_IDS, parse_context
 from engine_actor.step_wire import decode_step, pack_steps, unpack_steps
 from engine_actor.telemetry import BACKLOG, Telemetry
+from model.batch import Batch
 from model.sampler import SamplingParams
+from model.slot_kv import SlotKV
 from policies.fcfs import Fcfs
 from tests.fakes import FakeModel, fake_kv
 
@@ -59,7 +63,7 @@ class Watched:
         open_requests = {request.id: request for request in requests}
         while self.engine.has_work():
             outputs, record = self.engine.step()
-            self.telemetry.on_step(record, outputs)
+            self.telemetry.on_step(record)
             for output in outputs:
                 if output.finish_reason is not None:
                     self.telemetry.on_end(open_requests.pop(output.request_id))
@@ -148,7 +152,8 @@ def test_a_preempted_requests_stages_follow_each_other_under_the_callers_span() 
         stages = [s for s in spans if s.attributes and s.attributes.get("slotserve.request.id") == item.id]
         names = [stage.name for stage in stages]
         assert names[:3] == ["queue", "prefill", "decode"]
-        assert names.count("preempted") == item.num_preemptions
+        reasons = [facts(s).get("slotserve.preemption.reason") for s in stages if s.name == "preempted"]
+        assert reasons == ["kv"] * item.num_preemptions
         assert names.count("prefill") == 1 + item.num_preemptions
         for stage in stages:
             assert stage.context is not None
@@ -221,6 +226,39 @@ def test_a_failed_step_is_an_error_in_both_trees() -> None:
         assert failed == {"engine.step", "prefill"}
         assert subject.metric('slotserve_step_errors_total{engine="0"}') == 1
         assert subject.metric('slotserve_requests_total{engine="0",finish_reason="error",tenant="t"}') == 1
+
+
+class NaNs(FakeModel):
+    def forward(self, batch: Batch, kv: SlotKV) -> torch.Tensor:
+        return super().forward(batch, kv) * math.nan
+
+
+def test_what_failed_has_produced_no_token() -> None:
+    with watched(Engine(NaNs(), fake_kv(), Fcfs())) as subject:
+        subject.run([request("bad", 3, 2)])
+        text = exposition([subject.telemetry.metrics.families()]).decode()
+        assert "slotserve_output_tokens_total{" not in text
+        assert "slotserve_time_to_first_token_seconds_count{" not in text
+        assert subject.metric('slotserve_step_errors_total{engine="0"}') == 1
+
+
+def test_steps_that_nobody_looked_at_leave_the_count_of_the_waiting_right() -> None:
+    """The records of an admission and of a preemption are lost, each once."""
+    with watched(tight_engine()) as subject:
+        lost: set[str] = set()
+        on_step = subject.telemetry.on_step
+
+        def lossy(record: StepRecord) -> None:
+            changes = {"admission"} if record.admitted else set()
+            changes |= {"preemption"} if record.preempted else set()
+            if changes <= lost:
+                on_step(record)
+            lost.update(changes)
+
+        subject.telemetry.on_step = lossy  # type: ignore[method-assign]
+        subject.run([request(f"r{i}", 9, 16) for i in range(3)])
+        assert lost == {"admission", "preemption"}
+        assert subject.telemetry.waiting() == {}
 
 
 def test_metrics_count_what_happened() -> None:
@@ -313,6 +351,10 @@ def test_tenant_labels_are_bounded() -> None:
     assert [metrics.tenant(f"t{i}") for i in range(TENANT_LABELS)] == [f"t{i}" for i in range(TENANT_LABELS)]
     assert metrics.tenant("one too many") == OTHER_TENANTS
     assert metrics.tenant("t0") == "t0"
+    for waiting in ({"one too many": 5}, {}):
+        metrics.gauge_all(None, waiting)
+        sample = f'slotserve_requests_waiting{{engine="0",tenant="{OTHER_TENANTS}"}} {sum(waiting.values())}'
+        assert sample in exposition([metrics.families()]).decode()
 
 
 def test_two_engines_make_one_page_with_each_family_once() -> None:
@@ -358,19 +400,18 @@ def test_the_ring_keeps_the_last_steps_within_so_many_bytes_and_tells_who_waits(
         subject.run(requests)
         telemetry = subject.telemetry
         lines = telemetry.steps_of_last(60)
-        last = telemetry.last_step
+        last, _ = telemetry.steps_since(-1, 1)
         numbers = [decode_step(line).number for line in lines]
         assert numbers == list(range(last - len(lines) + 1, last + 1))
         assert numbers[0] > 0
         assert 5000 - 2 * max(map(len, lines)) < sum(map(len, lines)) <= 5000
         assert unpack_steps(pack_steps(lines)) == lines
         assert unpack_steps(pack_steps([])) == []
-        assert [json.loads(line)["number"] for line in telemetry.steps_since(last - 2, 10)] == [
-            last - 1,
-            last,
-        ]
-        assert len(telemetry.steps_since(-1, 3)) == 3
-        assert telemetry.steps_since(last, 3) == []
+        newest, news = telemetry.steps_since(last - 2, 10)
+        assert (newest, [json.loads(line)["number"] for line in news]) == (last, [last - 1, last])
+        assert len(telemetry.steps_since(-1, 3)[1]) == 3
+        assert telemetry.steps_since(last, 3) == (last, [])
+        assert telemetry.news(last)[0] == last
         assert telemetry.steps_of_last(0) == []
         assert json.loads(lines[-1])["queue"] == {}
     with watched(tight_engine()) as subject:
@@ -393,17 +434,17 @@ def test_old_steps_leave_the_ring_by_age() -> None:
 def test_a_backlog_is_bounded_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     with watched(Engine(FakeModel(), fake_kv(), Fcfs())) as subject:
         subject.engine.submit(request("r", 1, 1))
-        outputs, record = subject.engine.step()
+        _, record = subject.engine.step()
         with subject.telemetry._seen:  # Nobody looks.
             for _ in range(BACKLOG):
-                subject.telemetry.on_step(record, outputs)
+                subject.telemetry.on_step(record)
             before = subject.telemetry._dropped
-            subject.telemetry.on_step(record, outputs)
+            subject.telemetry.on_step(record)
             assert (before, subject.telemetry._dropped) == (0, 1)
             count = subject.telemetry.metrics.records_dropped.inc
 
             def count_while_one_more_is_dropped(value: float) -> None:
-                subject.telemetry.on_step(record, outputs)
+                subject.telemetry.on_step(record)
                 count(value)
 
             monkeypatch.setattr(
