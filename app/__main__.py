@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import yaml
@@ -25,10 +25,13 @@ from rich.console import Console
 
 from app.config import Settings
 from app.haproxy import haproxy
+from app.serve_log import ServeLog
 from model.files import find_model
 from policies import load_policy
 
 READY_TIMEOUT = 300.0
+
+T = TypeVar("T")
 
 
 def main() -> int:
@@ -38,42 +41,77 @@ def main() -> int:
     parser.add_argument(
         "--python-proxy", action="store_true", help="keep Ray Serve's Python proxy instead of HAProxy"
     )
+    parser.add_argument("--verbose", action="store_true", help="show all that Ray prints")
     args = parser.parse_args()
     try:
         config = yaml.safe_load(args.config.read_text())
-        settings = _checked(config["applications"][0].get("args", {}))
+        application = config["applications"][0]
+        settings = _checked(_section(application, "args", {}))
+        http: dict[str, Any] = _section(config, "http_options", {})
+        prefix = _section(application, "route_prefix", "/").rstrip("/")
+        path = Path(settings.run_dir) / "serve.log"
     except OSError as error:
         parser.error(f"cannot use {args.config}: {error}")
     except (ValueError, KeyError, IndexError, TypeError, yaml.YAMLError) as error:
         parser.error(f"{args.config} is not usable: {_reason(error)}")
-    http = config.get("http_options", {})
     host, port = http.get("host", "127.0.0.1"), http.get("port", 8000)
     if taken := _taken(host, port):
         parser.error(f"cannot listen on {host}:{port} ({taken}); change http_options in {args.config}")
-    url = f"http://{host}:{port}"
+    url = f"http://{host}:{port}{prefix}"
 
     console = Console()
     with tempfile.TemporaryDirectory(prefix="slotserve-") as scratch:
-        environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1"}
+        environment = {
+            **os.environ,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
         if not args.python_proxy:
             environment |= haproxy(scratch)
         command = [str(Path(sys.executable).with_name("serve")), "run", str(args.config)]
         # A shell starts what is in the background with a deaf ear to Ctrl-C, the signal Ray Serve leaves on.
         hear = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-        server = subprocess.Popen(command, env=environment, preexec_fn=hear)
-        # What stops a service or a container stops the server as Ctrl-C does; else it would stay, an orphan.
-        signal.signal(signal.SIGTERM, lambda *_: server.send_signal(signal.SIGINT))
-        try:
-            with console.status("Starting Ray, loading the model ..."):
-                ready = _wait(server, url)
-            if ready:
-                console.print(_greeting(url, bool(settings.api_keys())), highlight=False, soft_wrap=True)
-            elif server.poll() is None:
-                console.print(f"[red]Not ready after {READY_TIMEOUT:.0f} s; the lines above say why.")
-                server.send_signal(signal.SIGINT)
+        # In a process group of its own it hears Ctrl-C through us alone: a second one breaks off its leaving.
+        server = subprocess.Popen(
+            command,
+            env=environment,
+            preexec_fn=hear,
+            process_group=0,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        _stop_with_us(server)
+        assert server.stdout is not None
+        show = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
+        log = ServeLog(server.stdout, path, show, everything=args.verbose)
+        log.start()
+        with console.status("Starting Ray, loading the model ..."):
+            ready = _wait(server, url)
+        if ready:
+            greeting = _greeting(url, bool(settings.api_keys()), log.dashboard, path)
+            console.print(greeting, highlight=False, soft_wrap=True)
             return server.wait()
-        except KeyboardInterrupt:
-            return _stop(server)
+        if server.poll() is None:
+            server.send_signal(signal.SIGINT)
+            server.wait()
+            show(log.tail())
+            console.print(f"[red]Not ready after {READY_TIMEOUT:.0f} s.[/] All that was printed: {path}")
+            return 1
+        if server.returncode > 0:
+            show(log.tail())
+            console.print(f"[red]Ray Serve ended before it was ready.[/] All that was printed: {path}")
+        return server.returncode
+
+
+def _section(parent: dict[str, Any], name: str, default: T) -> T:
+    """A part of the file, `default` without it. Raises ValueError where it is of another type, or empty."""
+    value = parent.get(name, default)
+    if value is None:
+        raise ValueError(f"{name} is empty: put something there or remove the line")
+    if not isinstance(value, type(default)):
+        raise ValueError(f"{name} cannot be {value!r}")
+    return value
 
 
 def _checked(args: dict[str, Any]) -> Settings:
@@ -123,16 +161,25 @@ def _wait(server: subprocess.Popen[bytes], url: str) -> bool:
     return False
 
 
-def _stop(server: subprocess.Popen[bytes]) -> int:
-    # Ctrl-C reached the server as well; it takes its actors down before it leaves.
-    try:
-        return server.wait(timeout=30)
-    except subprocess.TimeoutExpired:
-        server.terminate()
-        return server.wait()
+def _stop_with_us(server: subprocess.Popen[bytes]) -> None:
+    """Whatever ends this process ends the server as Ctrl-C does; else it would stay, an orphan."""
+    told = False
+
+    def stop(*_: object) -> None:
+        nonlocal told
+        # Who asks twice cannot wait.
+        server.send_signal(signal.SIGTERM if told else signal.SIGINT)
+        told = True
+
+    heard = [signal.SIGINT, signal.SIGTERM]
+    # nohup has it ignored.
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        heard.append(signal.SIGHUP)
+    for each in heard:
+        signal.signal(each, stop)
 
 
-def _greeting(url: str, keys: bool) -> str:
+def _greeting(url: str, keys: bool, dashboard: str | None, log: Path) -> str:
     key = "-H 'Authorization: Bearer YOUR_KEY' " if keys else ""
     ray = Path(sys.executable).with_name("ray")
     return f"""
@@ -143,7 +190,8 @@ def _greeting(url: str, keys: bool) -> str:
          "max_tokens": 64, "stream": true}}'
 
 Watch the batch:   {url}/
-Ray dashboard:     http://127.0.0.1:8265 (its token: {ray} get-auth-token)
+Ray dashboard:     {dashboard or "off"} (its token: {ray} get-auth-token)
+All of Ray's log:  {log}
 Ctrl-C stops it.
 """
 

@@ -51,7 +51,10 @@ class Settings(BaseModel):
     )
     max_num_seqs: int = Field(16, ge=1, le=4096, description="Slots: requests that run at once, per engine.")
     max_len: int = Field(
-        2048, ge=2, description="Longest prompt + output in tokens; capped by the model's context."
+        2048,
+        ge=2,
+        description="Longest prompt + output in tokens (vLLM: `max_model_len`), capped by "
+        "the model's context.",
     )
     kv_budget_tokens: int | None = Field(
         None, ge=2, description="Most tokens cached over all slots of an engine; empty: the whole pool."
@@ -63,8 +66,9 @@ class Settings(BaseModel):
     max_step_tokens: int | None = Field(
         None,
         ge=2,
-        description="Rows of one step in mode `chunked`: the decodes first, prompts get the rest; empty: "
-        "two for each slot, sixteen while requests wait for a slot or nobody decodes.",
+        description="Rows of one step in mode `chunked` (vLLM: `max_num_batched_tokens`): the decodes first, "
+        "prompts get the rest; empty: two for each slot, sixteen while requests wait for a slot or nobody "
+        "decodes.",
     )
     policy: str = Field(
         "fcfs",
@@ -92,8 +96,8 @@ class Settings(BaseModel):
     stall_seconds: float = Field(
         60,
         gt=0,
-        description="If work waits and no step has ended for so long, `/health` turns 503 and the engine is "
-        "started again; its requests go on.",
+        description="If work waits and no forward has ended for so long, `/health` turns 503 and the engine "
+        "is started again; its requests go on.",
     )
     tracing: bool = Field(
         True,
@@ -136,10 +140,18 @@ class Settings(BaseModel):
         keys: dict[str, Tenant] = {}
         for origin, text in sources.items():
             try:
-                keys |= {key: Tenant.model_validate(value) for key, value in json.loads(text).items()}
+                found = {key: Tenant.model_validate(value) for key, value in json.loads(text).items()}
             except (ValueError, AttributeError):
                 # The text holds secrets: the error names the source and never quotes it.
                 raise ValueError(f"{origin} is not a JSON object of keys to tenants") from None
+            if not found:
+                # No keys would mean that nobody needs one.
+                raise ValueError(f"{origin} names no key: name one, or remove it to serve without keys")
+            if any(not key or key != key.strip() for key in found):
+                raise ValueError(
+                    f"{origin} has a key that no request can send: empty, or with space around it"
+                )
+            keys |= found
         return keys
 
     def engine_config(self) -> EngineConfig:

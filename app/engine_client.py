@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from prometheus_client.metrics_core import Metric
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
 from engine_actor.actor import LEASE_SECONDS
@@ -35,6 +36,8 @@ before it has got past the token at which the last engine died; a death until th
 REATTACH_SECONDS = 0.25
 RETRY_SECONDS = 1.0
 """Between questions for an engine that cannot be had at the moment."""
+SUBMIT_SECONDS = 10.0
+"""An engine that has not taken a request by then is passed over."""
 
 
 class QueueFullError(RuntimeError):
@@ -47,6 +50,10 @@ class NoEngineError(RuntimeError):
 
 class EngineLostError(ConnectionError):
     """The engine does not answer any more, or has forgotten this replica."""
+
+
+class NotAttachedError(EngineLostError):
+    """The engine lives, and has forgotten this replica."""
 
 
 class Engine(Protocol):
@@ -121,7 +128,8 @@ class RayEngine:
         try:
             return await reference
         except RayError as error:
-            raise EngineLostError(str(error)) from error
+            forgotten = isinstance(error, RayTaskError) and isinstance(error.cause, LookupError)
+            raise (NotAttachedError if forgotten else EngineLostError)(str(error)) from error
 
 
 @dataclass(eq=False)
@@ -142,6 +150,8 @@ class _Flight:
     preemptions: int = 0
     over: bool = False
     """Ended, or nobody wants it any more."""
+    stream: int = 0
+    """The connection's when this was sent last; 0: not sent."""
     moved: asyncio.Event = field(default_factory=asyncio.Event)
     """A token, its end, or the death of its engine has come since this was last cleared."""
 
@@ -172,6 +182,10 @@ class _Connection:
     engine: Engine | None = None
     info: EngineInfo | None = None
     status: EngineStatus = field(default_factory=EngineStatus)
+    stream: int = 0
+    """Number of the stream of frames that is read now, unlike that of any other."""
+    attachments: int = 0
+    """How often the engine has said that it has nothing of this replica's."""
     flights: dict[str, _Flight] = field(default_factory=dict)
     promised: int = 0
     """Tokens placed here since the engine last said how busy it is."""
@@ -183,10 +197,28 @@ class _Connection:
         self.heard = time.monotonic()
 
     @property
+    def slots(self) -> int:
+        return 0 if self.info is None else self.info.slots
+
+    @property
+    def held(self) -> int:
+        """Requests that run or wait there, or are on their way from here, as far as is known."""
+        return max(self.status.running + self.status.waiting, len(self.flights))
+
+    @property
     def silent(self) -> float:
         """Seconds without a word beyond what is usual: a frozen process or a lost network."""
         quiet = time.monotonic() - self.heard
         return quiet if quiet > LEASE_SECONDS else 0.0
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """An engine has not taken what was sent there for the first time."""
+
+    connection: _Connection
+    flights: Sequence[_Flight]
+    error: QueueFullError | NoEngineError
 
 
 class Generation:
@@ -223,9 +255,11 @@ class Generation:
 class EngineClient:
     """Places requests on `num_engines` engines. One per replica, on one event loop."""
 
-    def __init__(self, replica: str, num_engines: int, directory: Directory) -> None:
+    def __init__(self, replica: str, num_engines: int, directory: Directory, max_waiting: int) -> None:
         self._replica = replica
         self._directory = directory
+        self._max_waiting = max_waiting
+        self._streams = itertools.count(1)
         self._connections = [_Connection(index) for index in range(num_engines)]
         self._attached = asyncio.Condition()
         self._trial = asyncio.Lock()
@@ -274,13 +308,10 @@ class EngineClient:
             raise NoEngineError("no engine is running at the moment; one is being started")
         generation = Generation(self, requests)
         try:
-            refusals = await self._place(generation.flights, again=False)
+            await self._place_new(generation.flights)
         except BaseException:
             generation.close()
             raise
-        if refusals:
-            generation.close()
-            raise QueueFullError(refusals[0])
         return generation
 
     def drop(self, flights: Iterable[_Flight], reason: FinishReason = "abort") -> None:
@@ -297,18 +328,41 @@ class EngineClient:
     def _live(self) -> list[_Connection]:
         return [connection for connection in self._connections if connection.engine is not None]
 
-    def _best(self, fingerprint: str | None) -> _Connection:
-        """The engine with most room: one that answers, and computes like `fingerprint`, if there is one."""
+    def _answering(self) -> list[_Connection]:
+        """The live engines that step and answer; all live ones if none does."""
         live = self._live()
-        well = [c for c in live if max(c.status.stalled, c.silent) <= LEASE_SECONDS] or live
-        alike = [c for c in well if c.info and c.info.fingerprint == fingerprint]
-        return max(alike or well, key=lambda c: (c.status.free_kv - c.promised, -c.status.waiting))
+        return [c for c in live if max(c.status.stalled, c.silent) <= LEASE_SECONDS] or live
 
-    async def _place(self, flights: Sequence[_Flight], *, again: bool) -> list[str]:
-        """Share flights out, each to the engine with most free KV; the refusals of those that declined."""
+    def _best(self, fingerprint: str | None, refused: Collection[_Connection]) -> _Connection:
+        """The engine with most free KV, of those that answer and have not refused.
+
+        If there is one, it computes like `fingerprint` and, as far as is known here, its queue has room.
+        """
+        willing = [c for c in self._answering() if c not in refused]
+        alike = [c for c in willing if c.info and c.info.fingerprint == fingerprint] or willing
+        roomy = [c for c in alike if c.held < c.slots + self._max_waiting] or alike
+        return max(roomy, key=lambda c: (c.status.free_kv - c.promised, -c.status.waiting))
+
+    async def _place_new(self, flights: Sequence[_Flight]) -> None:
+        """Place flights for the first time; what one engine refuses is offered to the others.
+
+        Raises the refusal once every engine that answers has refused.
+        """
+        refused: set[_Connection] = set()
+        while flights:
+            refusals = await self._place(flights, again=False, refused=refused)
+            refused.update(refusal.connection for refusal in refusals)
+            if refusals and refused.issuperset(self._answering()):
+                raise refusals[0].error
+            flights = [flight for refusal in refusals for flight in refusal.flights]
+
+    async def _place(
+        self, flights: Sequence[_Flight], *, again: bool, refused: Collection[_Connection] = ()
+    ) -> list[_Refusal]:
+        """Share flights out, each to the engine with most free KV but for those that have `refused`."""
         shares: dict[_Connection, list[_Flight]] = {}
         for flight in flights:
-            best = self._best(flight.fingerprint if flight.tokens else None)
+            best = self._best(flight.fingerprint if flight.tokens else None, refused)
             assert best.info is not None
             if flight.tokens and best.info.fingerprint != flight.fingerprint:
                 log.warning("%s goes on where bits may differ, on %s", flight.request.id, best.name)
@@ -318,20 +372,40 @@ class EngineClient:
             best.flights[flight.request.id] = flight
             shares.setdefault(best, []).append(flight)
         sends = [self._send(c, c.engine, share, again) for c, share in shares.items() if c.engine]
-        return [answer for answer in await asyncio.gather(*sends) if answer is not None]
+        return [refusal for refusal in await asyncio.gather(*sends) if refusal is not None]
 
     async def _send(
         self, connection: _Connection, engine: Engine, flights: Sequence[_Flight], again: bool
-    ) -> str | None:
-        requests = [flight.resumed() if again else flight.request for flight in flights]
+    ) -> _Refusal | None:
+        stream, attachments = connection.stream, connection.attachments
+        # One that was stranded since it was placed is on its way elsewhere.
+        placed = [flight for flight in flights if connection.flights.get(flight.request.id) is flight]
+        for flight in placed:
+            flight.stream = stream
+        requests = [flight.resumed() if again else flight.request for flight in placed]
+        error: QueueFullError | NoEngineError
         try:
-            refusal = await engine.submit(self._replica, requests, again)
-        except EngineLostError:
+            async with asyncio.timeout(None if again else SUBMIT_SECONDS):
+                refusal = await engine.submit(self._replica, requests, again)
+            if refusal is None:
+                return None
+            error = QueueFullError(refusal)
+        except EngineLostError as lost:
+            unsent = [flight for flight in placed if flight.stream == stream]
+            for flight in unsent:
+                flight.stream = 0
+            # The next attachment strands what was not sent. It may have been quicker than this answer.
+            if unsent and isinstance(lost, NotAttachedError) and connection.attachments > attachments:
+                self._strand(connection)
             return None
-        if refusal is not None:
-            for flight in flights:
-                connection.flights.pop(flight.request.id, None)
-        return refusal
+        except TimeoutError:
+            # It may take them yet, once it answers again.
+            self._spawn(_quietly(engine.abort([request.id for request in requests], "abort")))
+            error = NoEngineError(f"{connection.name} has not answered for {SUBMIT_SECONDS:g} s")
+        untaken = [flight for flight in placed if flight.stream == stream and not flight.over]
+        for flight in untaken:
+            connection.flights.pop(flight.request.id, None)
+        return _Refusal(connection, untaken, error)
 
     async def _keep(self, connection: _Connection) -> None:
         """Stay attached to engine `index` through all its lives."""
@@ -357,6 +431,7 @@ class EngineClient:
         renewing = asyncio.create_task(self._renew(connection, engine))
         try:
             while True:
+                connection.stream = next(self._streams)
                 async for frame in engine.frames(self._replica):
                     if frame.attached:
                         await self._attach(connection, engine)
@@ -364,17 +439,26 @@ class EngineClient:
         finally:
             renewing.cancel()
             connection.engine = None
+            connection.stream = next(self._streams)
             self._strand(connection)
 
     async def _attach(self, connection: _Connection, engine: Engine) -> None:
         connection.engine = engine
+        connection.attachments += 1
         self._strand(connection)
         async with self._attached:
             self._attached.notify_all()
 
     def _strand(self, connection: _Connection) -> None:
-        """The engine has none of what was sent there: go on with it elsewhere, or there anew."""
-        stranded, connection.flights = list(connection.flights.values()), {}
+        """The engine has none of what was sent before this stream: go on with it elsewhere, or there anew.
+
+        An engine that has forgotten this replica ends its stream first. So what was sent since was taken by
+        the attachment that follows, however late we hear of that.
+        """
+        stranded = [flight for flight in connection.flights.values() if flight.stream != connection.stream]
+        for flight in stranded:
+            del connection.flights[flight.request.id]
+            flight.stream = 0
         suspect = self._suspect
         blamed = [suspect] if suspect in stranded and not suspect.moved.is_set() else stranded
         for flight in blamed:

@@ -65,7 +65,8 @@ def create_app(
     async def on_http_error(http: Request, error: HTTPException) -> Response:
         message = f"{error.detail}: {http.method} {http.url.path}"
         code = "unknown_url" if error.status_code == 404 else None
-        return JSONResponse(ApiError(error.status_code, message, code=code).body(), error.status_code)
+        body = ApiError(error.status_code, message, code=code).body()
+        return JSONResponse(body, error.status_code, headers=error.headers)
 
     @app.exception_handler(Exception)
     async def on_bug(_: Request, error: Exception) -> Response:
@@ -91,7 +92,8 @@ class Ingress:
 
     def __init__(self, settings: Settings, keys: dict[str, str], supervisor: DeploymentHandle) -> None:
         replica = serve.get_replica_context().replica_id.unique_id
-        client = EngineClient(replica, settings.num_engines, SupervisorDirectory(supervisor))
+        directory = SupervisorDirectory(supervisor)
+        client = EngineClient(replica, settings.num_engines, directory, settings.max_waiting)
         tokenizer = Tokenizer.load(find_model(settings.model), Path(settings.run_dir))
         service = Service(settings, tokenizer, client, Tenants(keys, settings.max_tenants))
 

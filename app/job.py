@@ -92,7 +92,8 @@ class Job:
         choices = [self._whole(sequence, answer) for sequence, answer in enumerate(answers)]
         body = self.envelope.body(choices, chunk=False) | {"usage": self.usage.body()}
         if self.body.prompt_logprobs is not None:
-            scores = [prompt_logprobs(self.tokenizer, answer.prompt_scores) for answer in answers]
+            top = self.body.prompt_logprobs
+            scores = [prompt_logprobs(self.tokenizer, answer.prompt_scores, top) for answer in answers]
             if isinstance(self.body, ChatRequest):
                 body["prompt_logprobs"] = scores[0]
             else:
@@ -124,6 +125,7 @@ class Job:
                 yield event([], last=True)
             yield DONE
         except ApiError as error:
+            self.trace.fail(error.code or str(error.status))
             yield sse(error.body())
 
     def _whole(self, sequence: int, answer: Answer) -> dict[str, Any]:
@@ -176,7 +178,8 @@ class Job:
     def _with_echo(self, sequence: int, tokens: list[Token], scores: Sequence[Any]) -> list[Token]:
         if not (self.echo and self.wants_logprobs):
             return tokens
-        return echoed_tokens(self.tokenizer, self.prompts[self.prompt_of(sequence)], scores) + tokens
+        prompt = self.prompts[self.prompt_of(sequence)]
+        return echoed_tokens(self.tokenizer, prompt, scores, self.body.logprobs or 0) + tokens
 
 
 class EventStream(StreamingResponse):

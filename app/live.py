@@ -6,13 +6,17 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, Protocol, TypeVar
 
 from prometheus_client.metrics_core import Metric
 
 from engine_actor.step_wire import page_message
 
+T = TypeVar("T")
+
+ANSWER_SECONDS = 5.0
+"""An engine that takes longer to answer, such as a frozen one, is left out of what is shown of all."""
 REFRESH_SECONDS = 0.4
 """Each question takes some milliseconds of the engine's cores (`python -m bench watching`)."""
 RETRY_SECONDS = 1.0
@@ -41,6 +45,21 @@ class EngineView(Protocol):
     async def figures(self) -> list[Metric]:
         """Its Prometheus families."""
         ...
+
+
+async def ask_all(
+    views: Mapping[str, EngineView], question: Callable[[EngineView], Awaitable[T]], seconds: float
+) -> dict[str, T]:
+    """What each engine answers, without those that are gone or take longer than `seconds`."""
+    answers: dict[str, T] = {}
+
+    async def ask(name: str, view: EngineView) -> None:
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            async with asyncio.timeout(seconds):
+                answers[name] = await question(view)
+
+    await asyncio.gather(*(ask(name, view) for name, view in views.items()))
+    return {name: answers[name] for name in views if name in answers}
 
 
 class TooManyWatchersError(RuntimeError):
@@ -97,9 +116,9 @@ class LiveFeed:
     async def read(self, watcher: Watcher) -> AsyncIterator[bytes]:
         """Lines of JSON for a page: what runs here, what it has done lately, then what it does."""
         yield self._hello_line()
-        for name, view in self._views().items():
-            with contextlib.suppress(ConnectionError):
-                yield page_message(name, await view.history(BACKLOG_SECONDS))
+        backlog = await ask_all(self._views(), lambda view: view.history(BACKLOG_SECONDS), ANSWER_SECONDS)
+        for name, steps in backlog.items():
+            yield page_message(name, steps)
         while (line := await watcher.lines.get()) is not None:
             yield line
 

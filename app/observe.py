@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
-from app.live import EngineView, LiveFeed, TooManyWatchersError
+from app.live import ANSWER_SECONDS, EngineView, LiveFeed, TooManyWatchersError, ask_all
 from app.openai_api import ApiError, invalid
 from engine_actor.chrome_trace import chrome_trace
 from engine_actor.metrics import exposition
@@ -27,6 +26,8 @@ MAX_WATCHERS = 16
 """Live pages open at once, per replica."""
 MAX_TRACES = 2
 """Traces built at once, per replica: a long one takes seconds and tens of megabytes."""
+TRACE_SECONDS = 20.0
+"""An engine that takes longer to send its steps is left out: minutes of them take it seconds."""
 PAGE_HEADERS = {
     # The page needs nothing from anywhere else, and nobody may put it into a frame.
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data: blob:; frame-ancestors 'none'",
@@ -112,10 +113,7 @@ class Observatory:
             )
         self._traces += 1
         try:
-            lines = {}
-            for name, view in self._views().items():
-                with contextlib.suppress(ConnectionError):
-                    lines[name] = await view.history(seconds)
+            lines = await ask_all(self._views(), lambda view: view.history(seconds), TRACE_SECONDS)
             body = await asyncio.to_thread(_trace_json, lines)
         finally:
             self._traces -= 1
@@ -125,11 +123,8 @@ class Observatory:
     async def metrics(self, http: Request) -> Response:
         """GET /metrics: the figures of all engines, whichever replica is asked."""
         self._authorize(http.headers)
-        families = []
-        for view in self._views().values():
-            with contextlib.suppress(ConnectionError):
-                families.append(await view.figures())
-        return Response(exposition(families), media_type=CONTENT_TYPE_LATEST)
+        families = await ask_all(self._views(), lambda view: view.figures(), ANSWER_SECONDS)
+        return Response(exposition(families.values()), media_type=CONTENT_TYPE_LATEST)
 
 
 def _seconds(text: str) -> float:

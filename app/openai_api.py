@@ -21,6 +21,8 @@ from model.sampler import MAX_LOGPROBS, SamplingParams
 MAX_STOPS = 4
 MAX_STOP_LENGTH = 1000
 MAX_LOGIT_BIAS = 300
+MAX_TOKEN_DIGITS = 1000
+"""In a key of `logit_bias`; Python refuses to read numbers of more than 4,300."""
 MAX_STOP_TOKEN_IDS = 128
 MAX_USER_LENGTH = 256
 MAX_MESSAGES = 2048
@@ -96,9 +98,10 @@ class _Generate(BaseModel):
     logit_bias: dict[str, float] | None = None
     user: ShortText | None = None
 
-    top_k: int = Field(0, ge=-1)
+    top_k: int = Field(0, ge=-1, lt=2**31)
     min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, gt=0, le=10)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=10)
+    """Not nearer to 0: logits divided by it must stay finite."""
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0)
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=MAX_STOP_TOKEN_IDS)
@@ -108,9 +111,11 @@ class _Generate(BaseModel):
     """Adds `num_preemptions` to `usage.completion_tokens_details`."""
 
     metadata: dict[str, str] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     safety_identifier: ShortText | None = None
     prompt_cache_key: ShortText | None = None
+    prompt_cache_retention: ShortText | None = None
+    prompt_cache_options: dict[str, Any] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -136,8 +141,8 @@ class _Generate(BaseModel):
     @classmethod
     def _bias(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
         for token, value in (bias or {}).items():
-            if not (token.isascii() and token.isdigit()):
-                raise ValueError(f"{token!r} is not a token id")
+            if not (token.isascii() and token.isdigit() and len(token) <= MAX_TOKEN_DIGITS):
+                raise ValueError(f"{token[:40]!r} is not a token id")
             if not -100 <= value <= 100:
                 raise ValueError(f"a bias lies between -100 and 100, got {value} for token {token}")
         if bias and len(bias) > MAX_LOGIT_BIAS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from app.openai_api import finite
@@ -131,29 +131,39 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[Token]) -> dict[s
     }
 
 
-def echoed_tokens(tokenizer: Tokenizer, prompt: Sequence[int], scores: Sequence[Sampled]) -> list[Token]:
-    """The prompt's tokens as if they were output; the first has no score."""
+def echoed_tokens(
+    tokenizer: Tokenizer, prompt: Sequence[int], scores: Sequence[Sampled], top: int
+) -> list[Token]:
+    """The prompt's tokens as if they were output, with `top` alternatives each; the first has no score."""
     detokenizer = Detokenizer(tokenizer)
     offset = 0
     tokens = []
     for token, sampled in zip(prompt, [Sampled(prompt[0]), *scores], strict=True):
-        tokens.append(Token(sampled, offset))
+        tokens.append(Token(_cut(sampled, top), offset))
         offset += len(detokenizer.push(token))
     return tokens
 
 
 def prompt_logprobs(
-    tokenizer: Tokenizer, scores: Sequence[Sampled]
+    tokenizer: Tokenizer, scores: Sequence[Sampled], top: int
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """vLLM's `prompt_logprobs`: null for the first token, then token ids to their log-probability."""
+    """vLLM's `prompt_logprobs`: null for the first token, then token ids to their log-probability.
+
+    Each position lists its own token and the `top` likeliest.
+    """
 
     def entry(token: int, logprob: float | None, rank: int | None) -> dict[str, Any]:
         return {"logprob": finite(logprob), "rank": rank, "decoded_token": tokenizer.token_text(token)}
 
     listed: list[dict[str, dict[str, Any]] | None] = [None]
-    for sampled in scores:
+    for sampled in (_cut(score, top) for score in scores):
         ranks = {token: rank for rank, (token, _) in enumerate(sampled.top, start=1)}
         own = {str(sampled.token): entry(sampled.token, sampled.logprob, ranks.get(sampled.token))}
-        top = {str(token): entry(token, logprob, ranks[token]) for token, logprob in sampled.top}
-        listed.append(own | top)
+        likeliest = {str(token): entry(token, logprob, ranks[token]) for token, logprob in sampled.top}
+        listed.append(own | likeliest)
     return listed
+
+
+def _cut(sampled: Sampled, top: int) -> Sampled:
+    # One scoring serves `logprobs` with echo and `prompt_logprobs`: it has as many as the larger wants.
+    return replace(sampled, top=sampled.top[:top])

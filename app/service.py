@@ -52,8 +52,10 @@ class Service:
         self.tokenizer = tokenizer
         self.client = client
         self.tenants = tenants
-        self.model_name = settings.model_name or find_model(settings.model).name
-        self._started = int(time.time())
+        files = find_model(settings.model)
+        self.model_name = settings.model_name or files.name
+        self._created = int((files.dir / (files.gguf_file or "config.json")).stat().st_mtime)
+        """When the model was: every replica must say the same."""
 
     @property
     def info(self) -> EngineInfo:
@@ -196,7 +198,8 @@ class Service:
                 params=body.sampling(
                     vocab_size=self.info.vocab_size,
                     max_tokens=max_tokens[job.prompt_of(sequence)],
-                    seed=choice_seed(seed, sequence % body.n),
+                    # A seed of the client's is every prompt's; ours must not make equal prompts answer alike.
+                    seed=choice_seed(seed, sequence if body.seed is None else sequence % body.n),
                     logprobs=wanted[0],
                     prompt_logprobs=wanted[1],
                 ),
@@ -313,7 +316,7 @@ class Service:
         return {
             "id": self.model_name,
             "object": "model",
-            "created": self._started,
+            "created": self._created,
             "owned_by": OWNER,
             "max_model_len": self.info.max_len,
         }

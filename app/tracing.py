@@ -23,7 +23,8 @@ from opentelemetry.semconv.attributes.http_attributes import (
 )
 from opentelemetry.trace import NoOpTracer, Span, SpanKind, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-from starlette.requests import HTTPConnection
+from starlette._utils import get_route_path
+from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.openai_api import ChatRequest, CompletionRequest
@@ -73,6 +74,7 @@ class RequestTrace:
         self._output_tokens = 0
         self._reasons: dict[int, str] = {}
         self._preemptions: dict[int, int] = {}
+        self._failure: str | None = None
 
     @property
     def carrier(self) -> dict[str, str]:
@@ -105,19 +107,18 @@ class RequestTrace:
             gen_ai.GEN_AI_REQUEST_MAX_TOKENS: max_tokens,
             gen_ai.GEN_AI_REQUEST_SEED: seed,
             gen_ai.GEN_AI_REQUEST_CHOICE_COUNT: body.n,
+            gen_ai.GEN_AI_REQUEST_TEMPERATURE: body.temperature,
+            gen_ai.GEN_AI_REQUEST_TOP_P: body.top_p,
             gen_ai.GEN_AI_RESPONSE_ID: response_id,
             gen_ai.GEN_AI_RESPONSE_MODEL: model,
             gen_ai.GEN_AI_USAGE_INPUT_TOKENS: prompt_tokens,
             "slotserve.tenant": tenant,
             "slotserve.priority": body.priority,
         }
-        optional = {
-            gen_ai.GEN_AI_REQUEST_TEMPERATURE: body.temperature,
-            gen_ai.GEN_AI_REQUEST_TOP_P: body.top_p,
-            gen_ai.GEN_AI_REQUEST_TOP_K: body.top_k,
-        }
+        if body.top_k > 0:
+            attributes[gen_ai.GEN_AI_REQUEST_TOP_K] = body.top_k
         self._root.update_name(f"{self._operation} {model}")
-        self._root.set_attributes(attributes | {k: v for k, v in optional.items() if v is not None})
+        self._root.set_attributes(attributes)
 
     def reveal(self, prompts: Sequence[str]) -> None:
         """Put the prompts' text into the trace: only for those who asked for it in the settings."""
@@ -136,6 +137,10 @@ class RequestTrace:
         if finish_reason is not None:
             self._reasons[sequence] = finish_reason
 
+    def fail(self, error_type: str) -> None:
+        """The request has failed here, whatever its status says: a stream's is out before its end."""
+        self._failure = error_type
+
     def end(self, status: int | None, *, complete: bool) -> None:
         """The last byte is out, or nobody is there to take it."""
         if self._detokenize is not None:
@@ -148,7 +153,10 @@ class RequestTrace:
             self._root.set_attribute("slotserve.num_preemptions", sum(self._preemptions.values()))
         if status is not None:
             self._root.set_attribute(HTTP_RESPONSE_STATUS_CODE, status)
-        if not complete or status is None or status == 499:
+        if self._failure is not None:
+            self._root.set_attribute(ERROR_TYPE, self._failure)
+            self._root.set_status(StatusCode.ERROR)
+        elif not complete or status is None or status == 499:
             self._root.set_attribute(ERROR_TYPE, DISCONNECTED)
         elif status >= 400:
             self._root.set_attribute(ERROR_TYPE, str(status))
@@ -166,10 +174,12 @@ class TracingMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass everything on."""
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in OPERATIONS:
+        # As the router sees it: without the prefix under which the application is mounted.
+        route = get_route_path(scope) if scope["type"] == "http" else ""
+        if route not in OPERATIONS or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        trace = RequestTrace(self._tracer, scope["path"], HTTPConnection(scope).headers)
+        trace = RequestTrace(self._tracer, route, HTTPConnection(scope).headers)
         scope[_STATE] = trace
         status: int | None = None
         complete = False
@@ -184,6 +194,13 @@ class TracingMiddleware:
 
         try:
             await self._app(scope, receive, watch)
+        except ClientDisconnect:
+            raise
+        except Exception as error:
+            # Answered outside of this middleware, by Starlette's outermost one.
+            status = 500 if status is None else status
+            trace.fail(type(error).__name__)
+            raise
         finally:
             trace.end(status, complete=complete)
 

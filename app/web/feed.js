@@ -37,6 +37,7 @@ export async function errorMessage(response) {
 // Calls `onMessage` with every message; `onState` with {ok} or {error} when the connection changes;
 // `onUnauthorized` must resolve when there is a new key to try.
 export async function follow({ onMessage, onState, onUnauthorized }) {
+  let connected = false;
   for (let pause = 500; ; pause = Math.min(8000, pause * 2)) {
     try {
       const response = await fetch("live", authorized());
@@ -48,12 +49,14 @@ export async function follow({ onMessage, onState, onUnauthorized }) {
       if (!response.ok) throw new Error(await errorMessage(response));
       for await (const line of lines(response)) {
         if (!line) continue;
-        onState({ ok: true });
+        if (!connected) onState({ ok: true });
+        connected = true;
         pause = 500;
         onMessage(JSON.parse(line));
       }
       throw new Error("the server closed the stream");
     } catch (error) {
+      connected = false;
       onState({ error: `Not connected: ${error.message}. Trying again.` });
       await new Promise((resolve) => setTimeout(resolve, pause));
     }

@@ -46,7 +46,7 @@ function onMessage(message) {
       if (known) known.info = info;
       else stores.set(info.engine, new EngineStore(info));
     }
-    current ??= stores.get(message.engines[0].engine);
+    current ??= stores.get(message.engines[0]?.engine) ?? null;
     showFacts();
     return;
   }
@@ -72,13 +72,15 @@ function followSent(store) {
 function showFacts() {
   const facts = $("facts");
   facts.replaceChildren();
-  const info = current.info;
-  const chips = [
-    [hello.model, ""],
-    [`mode ${info.mode}`, "How prompts are prefilled"],
-    [`policy ${info.policy}`, "Who is next"],
-    [`${info.slots} slots`, "Requests that run at once"],
-  ];
+  const info = current?.info;
+  const chips = [[hello.model, ""]];
+  if (info) {
+    chips.push(
+      [`mode ${info.mode}`, "How prompts are prefilled"],
+      [`policy ${info.policy}`, "Who is next"],
+      [`${info.slots} slots`, "Requests that run at once"],
+    );
+  }
   for (const [text, title] of chips) {
     const chip = document.createElement("span");
     chip.textContent = text;
@@ -339,13 +341,13 @@ $("prompt-form").addEventListener("submit", async (event) => {
 
 $("trace").addEventListener("click", async () => {
   const response = await fetch("trace?seconds=120", authorized());
-  if (!response.ok) return notice(await errorMessage(response));
+  notice(response.ok ? null : await errorMessage(response));
+  if (!response.ok) return;
   const link = document.createElement("a");
   link.href = URL.createObjectURL(await response.blob());
   link.download = "slotserve-trace.json";
   link.click();
   URL.revokeObjectURL(link.href);
-  return undefined;
 });
 
 function notice(text) {

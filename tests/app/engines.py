@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import torch
 
-from app.engine_client import EngineLostError
+from app.engine_client import EngineLostError, NotAttachedError
 from engine_actor.actor import EngineActor
 from engine_actor.engine import Engine
 from engine_actor.messages import EngineFailedError, EngineInfo, EngineStatus, Frame
@@ -87,7 +87,7 @@ class LocalEngine:
         try:
             return await self.actor.submit(replica, pickle.loads(pickle.dumps(requests)), again)
         except LookupError as error:
-            raise EngineLostError(str(error)) from error
+            raise NotAttachedError(str(error)) from error
 
     async def abort(self, request_ids: Sequence[str], reason: FinishReason) -> None:
         self._alive()
@@ -111,7 +111,7 @@ class LocalDirectory:
 
     def __init__(self, build: Callable[[], tuple[Engine, EngineInfo]], max_waiting: int = 100) -> None:
         self._build = build
-        self._max_waiting = max_waiting
+        self.max_waiting = max_waiting
         self.engines: dict[int, LocalEngine] = {}
         self._started: list[LocalEngine] = []
         self.restarting = True
@@ -121,7 +121,7 @@ class LocalDirectory:
         if engine is None or engine.dead.is_set():
             while engine is not None and not self.restarting:
                 await asyncio.sleep(0.01)
-            engine = self.engines[index] = LocalEngine(self._build, self._max_waiting)
+            engine = self.engines[index] = LocalEngine(self._build, self.max_waiting)
             self._started.append(engine)
         try:
             return f"engine-{index}", engine, await engine.actor.ready()

@@ -67,7 +67,18 @@ def test_keys_come_from_the_file_and_the_environment(monkeypatch: pytest.MonkeyP
     }
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"sk-secret": "alice"}', '{"sk-secret": {"tenant": "a b"}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"sk-secret": "alice"}',
+        '{"sk-secret": {"tenant": "a b"}}',
+        '{" sk-secret": {"tenant": "a"}}',
+        '{"sk-secret": {"tenant": "a"}, "": {"tenant": "b"}}',
+    ],
+)
 def test_broken_keys_are_refused_without_being_shown(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str
 ) -> None:
@@ -78,6 +89,12 @@ def test_broken_keys_are_refused_without_being_shown(
     assert "sk-secret" not in str(refused.value)
     with pytest.raises(ValueError, match="cannot read"):
         Settings(api_keys_file=str(tmp_path / "absent.json")).api_keys()
+
+
+def test_a_source_without_keys_does_not_open_the_server_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(API_KEYS_VARIABLE, "{}")
+    with pytest.raises(ValueError, match=f"{API_KEYS_VARIABLE} names no key"):
+        Settings().api_keys()
 
 
 def test_weights_of_keys_reach_the_fair_policy(monkeypatch: pytest.MonkeyPatch) -> None:

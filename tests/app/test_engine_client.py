@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from ray.exceptions import OutOfMemoryError, RuntimeEnvSetupError
+from ray.exceptions import OutOfMemoryError, RayTaskError, RuntimeEnvSetupError
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from app import engine_client
@@ -21,12 +21,13 @@ from app.engine_client import (
     EngineLostError,
     Generation,
     NoEngineError,
+    NotAttachedError,
     QueueFullError,
     RayEngine,
 )
 from engine_actor.actor import LEASE_SECONDS
 from engine_actor.engine import Engine
-from engine_actor.messages import EngineFailedError, EngineInfo, EngineStatus
+from engine_actor.messages import EngineFailedError, EngineInfo, EngineStatus, Frame
 from engine_actor.request import Request
 from model.batch import Batch
 from model.sampler import SamplingParams
@@ -43,7 +44,7 @@ def request(name: str, prompt: list[int], max_tokens: int, *, seed: int = 0) -> 
 async def client_of(
     directory: LocalDirectory, engines: int = 1, replica: str = "replica"
 ) -> AsyncIterator[EngineClient]:
-    client = EngineClient(replica, engines, directory)
+    client = EngineClient(replica, engines, directory, directory.max_waiting)
     await client.start()
     try:
         yield client
@@ -168,15 +169,19 @@ def test_a_request_that_kills_engines_takes_no_other_along(monkeypatch: pytest.M
         async with client_of(LocalDirectory(build_toy())) as client:
             expected = await tokens_of(await client.generate(requests(6)))
 
-        def kill() -> None:
+        def kill(engine: LocalEngine) -> None:
             nonlocal deaths
-            deaths += not directory.engines[0].dead.is_set()
-            directory.engines[0].kill()
+            deaths += not engine.dead.is_set()
+            engine.kill()
 
         class Killed(PacedModel):
+            engine: LocalEngine | None = None
+
             def forward(self, batch: Batch, kv: SlotKV) -> torch.Tensor:
+                # What fails is tried again alone: by then another engine may have taken this one's place.
+                self.engine = self.engine or directory.engines[0]
                 if ((batch.tokens == POISON) & (batch.positions == 0)).any():
-                    loop.call_soon_threadsafe(kill)
+                    loop.call_soon_threadsafe(kill, self.engine)
                 return super().forward(batch, kv)
 
         def build() -> tuple[Engine, EngineInfo]:
@@ -260,6 +265,75 @@ def test_the_queue_is_bounded_and_takes_all_or_none() -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+def test_nobody_is_refused_before_the_queues_of_all_engines_are_full(at_once: bool) -> None:
+    async def scenario() -> None:
+        directory = LocalDirectory(build_toy(seconds=0.02, num_slots=2), max_waiting=1)
+        async with client_of(directory, engines=2) as client:
+            await until(lambda: None not in client.statuses().values())
+            # By free KV alone all short ones would go where the long one is not.
+            six = [
+                request("long", [1] * 40, 24),
+                *(request(f"short-{i}", [i + 1, 5], 50) for i in range(5)),
+            ]
+            for together in [six] if at_once else [[each] for each in six]:
+                await client.generate(together)
+            assert [engine.actor._steps._accepted for engine in directory.engines.values()] == [3, 3]
+            with pytest.raises(QueueFullError, match="3 requests run or wait here, and 3 is the limit"):
+                await client.generate([request("one too many", [1, 2], 2)])
+
+    run(scenario())
+
+
+def test_what_one_engine_refuses_is_offered_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def full(replica: str, requests: Sequence[Request], again: bool) -> str:
+        return "other replicas have filled the queue"
+
+    async def scenario() -> None:
+        async with client_of(LocalDirectory(build_toy())) as client:
+            expected = await tokens_of(await client.generate(requests(4)))
+        directory = LocalDirectory(build_toy())
+        async with client_of(directory, engines=2) as client:
+            await until(lambda: None not in client.statuses().values())
+            monkeypatch.setattr(directory.engines[0], "submit", full)
+            assert await tokens_of(await client.generate(requests(4))) == expected
+            monkeypatch.setattr(directory.engines[1], "submit", full)
+            with pytest.raises(QueueFullError, match="other replicas"):
+                await client.generate(requests(4))
+            assert not any(connection.flights for connection in client._connections)
+
+    run(scenario())
+
+
+def test_an_engine_that_does_not_take_requests_in_time_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_client, "SUBMIT_SECONDS", 0.05)
+    aborted: list[str] = []
+
+    async def frozen(replica: str, requests: Sequence[Request], again: bool) -> None:
+        await asyncio.Event().wait()
+
+    async def abort(request_ids: Sequence[str], reason: str) -> None:
+        aborted.extend(request_ids)
+
+    async def scenario() -> None:
+        async with client_of(LocalDirectory(build_toy())) as client:
+            expected = await tokens_of(await client.generate(requests(4)))
+        directory = LocalDirectory(build_toy())
+        async with client_of(directory, engines=2) as client:
+            await until(lambda: None not in client.statuses().values())
+            monkeypatch.setattr(directory.engines[0], "submit", frozen)
+            monkeypatch.setattr(directory.engines[0], "abort", abort)
+            assert await tokens_of(await client.generate(requests(4))) == expected
+            assert aborted
+            monkeypatch.setattr(directory.engines[1], "submit", frozen)
+            with pytest.raises(NoEngineError, match=r"has not answered for 0\.05 s"):
+                await client.generate(requests(4))
+
+    run(scenario())
+
+
 def test_a_silent_replica_loses_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine_actor.actor.LEASE_SECONDS", 0.2)
     monkeypatch.setattr("app.engine_client.LEASE_SECONDS", 1000.0)
@@ -281,14 +355,57 @@ def test_a_silent_replica_loses_its_requests(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_replica_whose_lease_ran_out_attaches_anew_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with client_of(LocalDirectory(build_toy())) as client:
-            expected = await tokens_of(await client.generate(requests(2)))
+            expected = await tokens_of(await client.generate(requests(4)))
         directory = LocalDirectory(build_toy(seconds=0.02))
         async with client_of(directory) as client:
             generation = await client.generate(requests(2))
             reading = asyncio.ensure_future(tokens_of(generation))
             await until(lambda: len(generation.flights[0].tokens) > 2)
             directory.engines[0].actor._detach("replica")
-            assert await reading == expected
+            # Sent before the client can know.
+            late = await client.generate(requests(4)[2:])
+            assert await reading + await tokens_of(late) == expected
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_what_is_sent_while_a_replica_attaches_anew_is_sent_on_once(
+    monkeypatch: pytest.MonkeyPatch, taken: bool
+) -> None:
+    async def scenario() -> None:
+        async with client_of(LocalDirectory(build_toy())) as client:
+            expected = await tokens_of(await client.generate(requests(4)))
+        directory = LocalDirectory(build_toy(seconds=0.005))
+        async with client_of(directory) as client:
+            engine, connection = directory.engines[0], client._connections[0]
+            frames, submit = engine.frames, engine.submit
+            attached, heard = asyncio.Event(), asyncio.Event()
+
+            async def slow_frames(replica: str) -> AsyncIterator[Frame]:
+                async for frame in frames(replica):
+                    if frame.attached:
+                        attached.set()
+                        await heard.wait()
+                    yield frame
+
+            async def slow_refusal(replica: str, requests: Sequence[Request], again: bool) -> None:
+                monkeypatch.setattr(engine, "submit", submit)
+                heard.set()
+                await until(lambda: connection.attachments == 2)
+                raise NotAttachedError("the replica was not attached yet")
+
+            monkeypatch.setattr(engine, "frames", slow_frames)
+            before = await client.generate(requests(2))
+            await until(lambda: len(before.flights[0].tokens) > 2)
+            engine.actor._detach("replica")
+            await attached.wait()
+            if not taken:
+                monkeypatch.setattr(engine, "submit", slow_refusal)
+            after = await client.generate(requests(4)[2:])
+            heard.set()
+            assert await tokens_of(before) + await tokens_of(after) == expected
+            assert [flight.resumes for flight in after.flights] == [0 if taken else 1] * 2
 
     run(scenario())
 
@@ -412,6 +529,18 @@ def test_every_way_an_engine_can_end_in_ray_is_an_engine_lost() -> None:
     run(scenario())
 
 
+def test_an_engine_that_lives_and_has_forgotten_the_replica_is_told_apart() -> None:
+    async def forgotten() -> None:
+        raise RayTaskError("submit", "", LookupError("replica r is not attached")).as_instanceof_cause()
+
+    async def scenario() -> None:
+        actor = SimpleNamespace(submit=SimpleNamespace(remote=lambda *_: forgotten()))
+        with pytest.raises(NotAttachedError):
+            await RayEngine(actor).submit("r", [], False)
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("trouble", [DeploymentUnavailableError, RuntimeEnvSetupError, KeyError])
 def test_no_trouble_ends_the_search_for_an_engine(
     trouble: type[Exception], monkeypatch: pytest.MonkeyPatch
@@ -441,7 +570,7 @@ def test_what_keeps_engines_from_being_built_is_raised_at_the_start() -> None:
     async def scenario() -> None:
         directory = LocalDirectory(broken)
         with pytest.raises(EngineFailedError, match="no model at /nowhere"):
-            await EngineClient("replica", 1, directory).start()
+            await EngineClient("replica", 1, directory, directory.max_waiting).start()
         directory.stop()
 
     run(scenario())

@@ -20,6 +20,7 @@ from app.openai_api import MAX_LOGIT_BIAS, MAX_STOP_LENGTH, MAX_STOPS, MAX_USER_
 from app.service import Service
 from app.tenants import Tenants, digest
 from app.text import Tokenizer
+from model.files import find_model
 from tests.app.engines import POISON, LocalDirectory, build_toy
 from tests.fakes import VOCAB
 
@@ -62,7 +63,7 @@ async def site(
 ) -> AsyncIterator[Site]:
     directory = LocalDirectory(build_toy(seconds=seconds, max_len=MAX_LEN, kv_budget=kv_budget), max_waiting)
     known = Settings(model_name=MODEL, max_waiting=max_waiting, **settings)
-    client = EngineClient("replica", known.num_engines, directory)
+    client = EngineClient("replica", known.num_engines, directory, max_waiting)
     await client.start()
     app = create_app(Service(known, tokenizer, client, Tenants(keys or {}, known.max_tenants)))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
@@ -185,6 +186,10 @@ def test_the_official_client_reads_both_endpoints(tokenizer: Tokenizer) -> None:
         models = [model.id async for model in s.openai.models.list()]
         assert models == [MODEL]
         assert (await s.openai.models.retrieve(MODEL)).id == MODEL
+        files = find_model()
+        assert (await s.openai.models.retrieve(MODEL)).created == int(
+            (files.dir / (files.gguf_file or "config.json")).stat().st_mtime
+        )
         with pytest.raises(openai.NotFoundError):
             await s.openai.models.retrieve("gpt-4")
 
@@ -268,6 +273,20 @@ def test_choices_differ_and_seeds_repeat(tokenizer: Tokenizer) -> None:
     scenario(work, tokenizer)
 
 
+def test_equal_prompts_without_a_seed_get_answers_of_their_own(tokenizer: Tokenizer) -> None:
+    async def work(s: Site) -> None:
+        async def texts(**options: Any) -> list[str]:
+            answer = await s.post("/v1/completions", prompt=["Tell a joke"] * 4, max_tokens=8, **options)
+            return [choice["text"] for choice in answer.json()["choices"]]
+
+        assert len(set(await texts())) == 4
+        assert len(set(await texts(n=2))) == 8
+        assert len(set(await texts(seed=3))) == 1
+        assert len(set(await texts(seed=3, n=2))) == 2
+
+    scenario(work, tokenizer)
+
+
 def test_a_stop_string_ends_the_answer_before_it_and_the_slot_is_free(tokenizer: Tokenizer) -> None:
     async def work(s: Site) -> None:
         options: dict[str, Any] = {"prompt": "Go", "max_tokens": 40, "seed": 5, "ignore_eos": True}
@@ -337,6 +356,22 @@ def test_prompt_logprobs_have_vllms_shape(tokenizer: Tokenizer) -> None:
     scenario(work, tokenizer)
 
 
+@pytest.mark.parametrize(("logprobs", "prompt_logprobs"), [(1, 3), (3, 1), (0, 2)])
+def test_an_echo_and_prompt_logprobs_each_show_as_many_as_they_were_asked_for(
+    tokenizer: Tokenizer, logprobs: int, prompt_logprobs: int
+) -> None:
+    async def work(s: Site) -> None:
+        body = {"prompt": [5, 6, 7], "echo": True, "max_tokens": 0}
+        counts = {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+        together = (await s.post("/v1/completions", **body, **counts)).json()["choices"][0]
+        for field, count in counts.items():
+            alone = (await s.post("/v1/completions", **body, **{field: count})).json()["choices"][0]
+            assert together[field] == alone[field]
+        assert {len(score) for score in together["logprobs"]["top_logprobs"][1:]} <= {logprobs, logprobs + 1}
+
+    scenario(work, tokenizer)
+
+
 def test_tokenize_and_detokenize(tokenizer: Tokenizer) -> None:
     async def work(s: Site) -> None:
         answer = (await s.post("/tokenize", prompt="Hello there", return_token_strs=True)).json()
@@ -371,6 +406,9 @@ def test_tokenize_and_detokenize(tokenizer: Tokenizer) -> None:
         ("temperature", {"temperature": "hot"}),
         ("temperature", {"temperature": 2.01}),
         ("top_p", {"top_p": 0}),
+        ("top_k", {"top_k": 2**31}),
+        ("repetition_penalty", {"repetition_penalty": 0.009}),
+        ("service_tier", {"service_tier": "gold"}),
         ("n", {"n": 0}),
         ("n", {"n": 5}),
         ("n", {"n": True}),
@@ -383,6 +421,7 @@ def test_tokenize_and_detokenize(tokenizer: Tokenizer) -> None:
         ("stop", {"stop": [1]}),
         ("logit_bias", {"logit_bias": {str(VOCAB): 1}}),
         ("logit_bias", {"logit_bias": {"x": 1}}),
+        ("logit_bias", {"logit_bias": {"1" * 5000: 1}}),
         ("logit_bias", {"logit_bias": {"1": 101}}),
         ("logit_bias", {"logit_bias": {str(i): 0 for i in range(MAX_LOGIT_BIAS + 1)}}),
         ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
@@ -425,14 +464,46 @@ def test_every_limit_admits_its_own_value(tokenizer: Tokenizer) -> None:
             "min_tokens": 2,
             "seed": -(2**63),
             "stop_token_ids": [VOCAB - 1],
+            "top_k": 2**31 - 1,
+            "priority": 2**31 - 1,
+            "service_tier": "flex",
+            "prompt_cache_retention": "24h",
+            "prompt_cache_options": {"mode": "explicit", "ttl": "30m"},
         }
         assert (await s.post("/v1/chat/completions", **body)).status_code == 200
         prompts = ["a"] * 3
+        least = {"repetition_penalty": 0.01, "prompt": [1], "max_tokens": 2}
+        assert (await s.post("/v1/completions", **least)).status_code == 200
         assert (await s.post("/v1/completions", prompt=prompts, max_tokens=1)).status_code == 200
         error = await s.refused("/v1/completions", 400, "prompt", prompt=[*prompts, "a"], max_tokens=1)
         assert "4 prompts" in error["message"]
 
     scenario(work, tokenizer, max_n=4, max_prompts=3)
+
+
+def test_no_number_is_too_large_to_be_refused(tokenizer: Tokenizer) -> None:
+    async def work(s: Site) -> None:
+        for number in (2**63, 2**64, -(2**63) - 1, 10**400, -(10**400)):
+            wrong: list[dict[str, Any]] = [
+                {"stop_token_ids": [number]},
+                {"logit_bias": {"1": number}},
+                *(
+                    {field: number}
+                    for field in (
+                        *("n", "max_tokens", "max_completion_tokens", "min_tokens", "seed", "priority"),
+                        *("temperature", "top_k", "top_p", "min_p", "top_logprobs", "prompt_logprobs"),
+                        *("frequency_penalty", "presence_penalty", "repetition_penalty"),
+                    )
+                ),
+            ]
+            for body in wrong:
+                asked = {"messages": HELLO, "logprobs": True, "max_tokens": 2} | body
+                response = await s.post("/v1/chat/completions", **asked)
+                assert response.status_code == 400, (body, response.text)
+            assert (await s.post("/v1/completions", prompt=[number])).status_code == 400
+            assert (await s.post("/detokenize", tokens=[number])).status_code == 400
+
+    scenario(work, tokenizer)
 
 
 @pytest.mark.parametrize("num_engines", [1, 2])
@@ -508,7 +579,9 @@ def test_bodies_that_are_no_request_at_all(tokenizer: Tokenizer) -> None:
         response = await s.http.get("/v1/nothing")
         assert response.status_code == 404
         assert response.json()["error"]["code"] == "unknown_url"
-        assert (await s.http.get("/v1/completions")).status_code == 405
+        wrong_method = await s.http.get("/v1/completions")
+        assert wrong_method.status_code == 405
+        assert wrong_method.headers["allow"] == "POST"
         error = await s.refused("/v1/chat/completions", 404, "model", model="gpt-4", messages=HELLO)
         assert error["code"] == "model_not_found"
 

@@ -109,6 +109,31 @@ def test_the_page_asks_for_the_key_and_keeps_it() -> None:
         page.wait(lambda: "toy" in page.text("facts"), "the page without asking again")
 
 
+def test_the_page_waits_for_an_engine_where_none_is_up() -> None:
+    with observed_server({}) as server, open_page(server.url) as page:
+        page.wait(lambda: page.text("facts") == "toy", "the header without an engine")
+        page.driver.find_element(By.ID, "play").click()
+        page.driver.find_element(By.TAG_NAME, "body").send_keys(" ")
+        assert page.text("notice") == ""
+        assert page.problems() == []
+
+
+def test_why_there_is_no_trace_stays_on_the_page(server: ObservedServer) -> None:
+    with open_page(server.url) as page:
+        page.wait(lambda: "toy" in page.text("facts"), "the header")
+        page.driver.execute_script(
+            """const real = window.fetch;
+            window.fetch = (url, options) => String(url).startsWith("trace")
+              ? Promise.resolve(Response.json({ error: { message: "too many traces" } }, { status: 429 }))
+              : real(url, options);"""
+        )
+        page.driver.find_element(By.ID, "trace").click()
+        page.wait(lambda: page.text("notice") == "too many traces", "the notice")
+        server.engines["engine-0"].submit("chatcmpl-next", 5, 20)
+        page.wait(lambda: page.painted() > 500, "lines that came since")
+        assert page.text("notice") == "too many traces"
+
+
 def test_two_engines_can_be_chosen() -> None:
     engines = {name: RunningEngine(name, step_seconds=STEP) for name in ("engine-0", "engine-1")}
     with observed_server(engines) as server, open_page(server.url) as page:

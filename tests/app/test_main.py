@@ -18,7 +18,9 @@ import pytest
 import torch
 import yaml
 
+from app import __main__ as launcher
 from app.haproxy import free_port
+from app.serve_log import ServeLog
 from tests.serving import Server
 
 
@@ -41,6 +43,10 @@ def refusal(directory: Path, text: str) -> str:
         ("applications: [{args: {dtype: bfloat16}}]", "CPU kernels compute in float32"),
         ("applications: [{}]\nhttp_options: {port: 99999}", "not a port number"),
         ("settings: {}", "applications"),
+        ("applications: [{args: }]", "args is empty"),
+        ("applications: [{route_prefix: }]", "route_prefix is empty"),
+        ("applications: [{}]\nhttp_options:", "http_options is empty"),
+        ("applications: [{}]\nhttp_options: local", "http_options cannot be 'local'"),
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU refuses")
@@ -57,7 +63,42 @@ def test_a_taken_port_is_refused_before_another_server_answers(tmp_path: Path) -
         assert f"127.0.0.1:{port}" in refusal(tmp_path, text)
 
 
-def test_a_service_manager_that_ends_it_ends_the_whole_server() -> None:
+def test_a_route_prefix_is_part_of_every_address(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+
+    class Started:
+        def __init__(self, *_: object, **__: object) -> None:
+            self.stdout = [b"View the dashboard at \x1b[1mhttp://127.0.0.1:8266\x1b[22m\n"]
+
+        def poll(self) -> None: ...
+
+        def wait(self) -> int:
+            return 0
+
+    def get(url: str, timeout: float) -> httpx.Response:
+        asked.append(url)
+        return httpx.Response(200)
+
+    url = f"http://127.0.0.1:{(port := free_port())}/llm"
+    config = tmp_path / "config.yaml"
+    application = {"route_prefix": "/llm", "args": {"run_dir": str(tmp_path)}}
+    config.write_text(yaml.safe_dump({"applications": [application], "http_options": {"port": port}}))
+    monkeypatch.setattr(sys, "argv", ["app", "--config", str(config), "--python-proxy"])
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(httpx, "get", get)
+    assert launcher.main() == 0
+    assert asked == [f"{url}/health"]
+    told = capsys.readouterr().out
+    assert f"curl -N {url}/v1/chat/completions" in told
+    assert f"{url}/\n" in told
+    assert "http://127.0.0.1:8266 " in told
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_whatever_ends_the_launcher_ends_the_whole_server(number: signal.Signals) -> None:
     directory = Path(tempfile.mkdtemp(prefix="ss-", dir="/tmp"))
     port = free_port()
     config = {
@@ -85,13 +126,18 @@ def test_a_service_manager_that_ends_it_ends_the_whole_server() -> None:
         )
     server = Server(f"http://127.0.0.1:{port}", process, directory)
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 180
         while "slotserve is ready" not in server.log:
             assert process.poll() is None, server.log[-2000:]
             assert time.monotonic() < deadline, server.log[-2000:]
             time.sleep(0.5)
         assert httpx.get(f"{server.url}/health", timeout=30).is_success
-        process.terminate()
+        # What Ray has to say about itself is for the file alone.
+        before = server.log.partition("slotserve is ready")[0]
+        assert "bit-exact" in before
+        assert "ServeController" not in before
+        assert "ServeController" in (directory / "run" / "serve.log").read_text()
+        process.send_signal(number)
         process.wait(60)
         deadline = time.monotonic() + 15
         while server.pids() and time.monotonic() < deadline:
@@ -101,3 +147,38 @@ def test_a_service_manager_that_ends_it_ends_the_whole_server() -> None:
         for pid in server.pids():
             os.kill(pid, signal.SIGKILL)
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"applications: [{{import_path: app.nowhere:build, args: {{run_dir: {tmp_path}}}}}]\n"
+        f"http_options: {{port: {free_port()}}}\ngrpc_options: {{port: a lot}}"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "app", "--config", str(config)],
+        env={**os.environ, "RAY_TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode not in (0, None)
+    assert "port" in done.stdout
+    assert f"All that was printed: {tmp_path / 'serve.log'}" in done.stdout.replace("\n", "")
+
+
+def test_the_log_shows_what_is_ours_or_wrong_and_keeps_all(tmp_path: Path) -> None:
+    lines = [
+        "\x1b[36m(ServeController pid=1)\x1b[0m INFO Deploying",
+        "(slotserve-engine-0 pid=2) a model on cpu",
+        "(ServeReplica:slotserve:Ingress pid=3) INFO GET / 200",
+        "(HAProxyManager pid=4) ERROR it crashed",
+    ]
+    shown: list[str] = []
+    printed = [f"{line}\n".encode() for line in lines]
+    log = ServeLog(printed, tmp_path / "serve.log", shown.append, everything=False)
+    log.start()
+    log.join()
+    assert shown == lines[1:]
+    plain = ["(ServeController pid=1) INFO Deploying", *lines[1:]]
+    assert (tmp_path / "serve.log").read_text().splitlines() == log.tail().splitlines() == plain

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from app import live
+from app import live, observe
 from app.live import LAG, LiveFeed
 from app.observe import MAX_TRACES, MAX_WATCHERS, Observatory
 from app.openai_api import ApiError
@@ -210,7 +210,9 @@ def test_data_is_behind_the_key_and_the_page_is_not() -> None:
             response = httpx.get(server.url + path)
             assert response.status_code == 200
             assert "default-src 'self'" in response.headers["content-security-policy"]
-        assert httpx.get(f"{server.url}/web/../observe.py").status_code == 404
+        outside = httpx.get(f"{server.url}/web/%2e%2e/observe.py")
+        assert outside.request.url.raw_path == b"/web/%2e%2e/observe.py", "the client has tidied it up"
+        assert outside.status_code == 404
 
 
 def test_a_dead_engine_leaves_the_others_visible(server: ObservedServer) -> None:
@@ -239,6 +241,53 @@ def test_a_dead_engine_leaves_the_others_visible(server: ObservedServer) -> None
     metrics, trace = asyncio.run(ask())
     assert b'slotserve_steps_total{engine="engine-0"}' in metrics
     assert {event["pid"] for event in json.loads(trace)["traceEvents"]} == {0}
+
+
+def test_a_frozen_engine_leaves_the_others_visible(
+    server: ObservedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(observe, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(observe, "TRACE_SECONDS", 0.1)
+
+    class FrozenView:
+        async def news(self, since: int) -> tuple[int, bytes]:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def history(self, seconds: float) -> list[bytes]:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def figures(self) -> list[Metric]:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    views: dict[str, live.EngineView] = {
+        "engine-0": FrozenView(),
+        "engine-1": server.engines["engine-1"].view,
+    }
+    observatory = Observatory(lambda: views, dict, lambda headers: None)
+
+    class Query:
+        headers: Mapping[str, str] = {}
+        query_params: Mapping[str, str] = {}
+
+    async def ask() -> tuple[bytes, bytes, bytes]:
+        metrics = await observatory.metrics(Query())  # type: ignore[arg-type]
+        trace = await observatory.trace(Query())  # type: ignore[arg-type]
+        feed = LiveFeed(lambda: views, dict, max_watchers=1)
+        watcher = feed.enter()
+        lines = feed.read(watcher)
+        await anext(lines)
+        backlog = await anext(lines)
+        feed.leave(watcher)
+        return bytes(metrics.body), bytes(trace.body), backlog
+
+    metrics, trace, backlog = asyncio.run(asyncio.wait_for(ask(), 10))
+    assert b'slotserve_steps_total{engine="engine-1"}' in metrics
+    assert {event["pid"] for event in json.loads(trace)["traceEvents"]} == {1}
+    assert json.loads(backlog)["engine"] == "engine-1"
 
 
 def test_a_page_goes_on_when_an_engine_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,7 @@ def test_log_probabilities_are_shown_as_openai_shows_them(tokenizer: Tokenizer) 
 
 
 def test_a_prompt_token_outside_the_top_has_no_rank(tokenizer: Tokenizer) -> None:
-    first, scores = prompt_logprobs(tokenizer, [Sampled(65, -3.0, ((66, -0.1), (67, -0.2)))])
+    first, scores = prompt_logprobs(tokenizer, [Sampled(65, -3.0, ((66, -0.1), (67, -0.2)))], 2)
     assert first is None
     assert scores is not None
     assert {token: entry["rank"] for token, entry in scores.items()} == {"65": None, "66": 1, "67": 2}

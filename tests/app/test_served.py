@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,6 +22,8 @@ from tests.serving import Server, served, stop
 
 SLOTS = 4
 MODEL = "SmolLM2-135M-Instruct.Q4_1"
+LISTENING, LOOPBACK = "0A", "0100007F"
+"""In /proc/net/tcp."""
 PROMPTS = [
     f"Tell me about {count} {thing}."
     for count in (3, 7, 11, 20)
@@ -135,6 +138,18 @@ def test_a_client_that_hangs_up_frees_its_slot(server: Server, streaming: bool) 
         until(lambda: running(server) == 1, 20)
     until(lambda: running(server) == 0, 20)
     assert steps(server) - before < tokens
+
+
+def test_haproxy_listens_where_the_configuration_says_and_nowhere_else(server: Server) -> None:
+    addresses = set()
+    for pid in server.pids("haproxy.cfg"):
+        sockets = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()}
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == LISTENING and f"socket:[{fields[9]}]" in sockets:
+                    addresses.add(fields[1].partition(":")[0])
+    assert addresses == {LOOPBACK}
 
 
 def test_streams_go_on_when_an_engine_dies(server: Server, client: openai.OpenAI) -> None:

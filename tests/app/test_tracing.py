@@ -27,19 +27,24 @@ TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 def spans_of(
-    work: Callable[[httpx.AsyncClient], Awaitable[None]], tokenizer: Tokenizer, **settings: Any
+    work: Callable[[httpx.AsyncClient], Awaitable[None]],
+    tokenizer: Tokenizer,
+    *,
+    prefix: str = "",
+    **settings: Any,
 ) -> list[ReadableSpan]:
     exporter = InMemorySpanExporter()
     sink = SpanSink(exporter, "memory", Resource({}), interval=0.01)
 
     async def main() -> None:
         directory = LocalDirectory(build_toy(seconds=0.01, max_len=128))
-        client = EngineClient("replica", 1, directory)
+        client = EngineClient("replica", 1, directory, directory.max_waiting)
         await client.start()
         service = Service(Settings(model_name="toy", **settings), tokenizer, client, Tenants({}, 9))
-        transport = httpx.ASGITransport(create_app(service, sink=sink), raise_app_exceptions=False)
+        app = create_app(service, sink=sink)
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False, root_path=prefix)
         try:
-            async with httpx.AsyncClient(transport=transport, base_url="http://toy") as http:
+            async with httpx.AsyncClient(transport=transport, base_url=f"http://toy{prefix}") as http:
                 await work(http)
         finally:
             await client.stop()
@@ -73,13 +78,59 @@ def test_a_refused_request_is_a_root_span_with_its_status(tokenizer: Tokenizer) 
     assert root.status.status_code is StatusCode.UNSET
 
 
-def test_an_engine_that_fails_makes_the_root_an_error(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize(("stream", "status", "error"), [(False, 500, "500"), (True, 200, "engine_error")])
+def test_an_engine_that_fails_makes_the_root_an_error(
+    tokenizer: Tokenizer, stream: bool, status: int, error: str
+) -> None:
     async def work(http: httpx.AsyncClient) -> None:
-        assert (await complete(http, prompt=[POISON, 1])).status_code == 500
+        assert (await complete(http, prompt=[POISON, 1], stream=stream)).status_code == status
+
+    root, facts = root_of(spans_of(work, tokenizer))
+    assert facts["http.response.status_code"] == status
+    assert facts["error.type"] == error
+    assert root.status.status_code is StatusCode.ERROR
+
+
+def test_a_bug_of_ours_is_not_taken_for_a_client_that_hung_up(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def bug(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(EngineClient, "generate", bug)
+
+    async def work(http: httpx.AsyncClient) -> None:
+        assert (await complete(http, prompt=[1])).status_code == 500
 
     root, facts = root_of(spans_of(work, tokenizer))
     assert facts["http.response.status_code"] == 500
+    assert facts["error.type"] == "RuntimeError"
     assert root.status.status_code is StatusCode.ERROR
+
+
+def test_a_route_prefix_changes_nothing_but_the_address(tokenizer: Tokenizer) -> None:
+    async def work(http: httpx.AsyncClient) -> None:
+        assert (await complete(http, prompt=[1])).status_code == 200
+        for path in ("/", "/health", "/v1/models", "/web/main.js"):
+            assert (await http.get(path)).status_code == 200
+        # The page's own addresses are relative to the slash.
+        bare = await http.get("http://toy/llm")
+        assert bare.headers["location"] == "http://toy/llm/"
+
+    root, facts = root_of(spans_of(work, tokenizer, prefix="/llm"))
+    assert facts["http.route"] == "/v1/completions"
+    assert root.name == "text_completion toy"
+
+
+def test_only_what_was_asked_for_is_in_the_root(tokenizer: Tokenizer) -> None:
+    async def work(http: httpx.AsyncClient) -> None:
+        await complete(http, prompt=[1])
+
+    async def narrowed(http: httpx.AsyncClient) -> None:
+        await complete(http, prompt=[1], top_k=7)
+
+    assert "gen_ai.request.top_k" not in root_of(spans_of(work, tokenizer))[1]
+    assert root_of(spans_of(narrowed, tokenizer))[1]["gen_ai.request.top_k"] == 7
 
 
 @pytest.mark.parametrize("stream", [False, True])
