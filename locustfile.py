@@ -1,9 +1,13 @@
 """Locust users who stream completions: `make load`, or `locust -f locustfile.py` for the web page.
 
-TTFT, time between tokens and output tokens/s are statistics of their own, with percentiles; the
-completions row is end to end. `--shape` chooses how load arrives: `steady` keeps all users busy,
-`burst` lets most of them come and go together, `replay` sends each request of `--preset` or
-`--trace` when it is due. All times count from when a request was due, a busy user's delay included.
+TTFT, time between tokens (ITL), and end-to-end time (E2E) and output tokens/s of complete answers are
+statistics of their own, with percentiles; the completions row holds refused, failed and cancelled ones
+too. `--shape` chooses how load arrives: `steady` keeps all users busy, `burst` lets most of them come
+and go together, `replay` sends each request of `--preset` or `--trace` when it is due. All times count
+from when a request was due, a busy user's delay included.
+
+The key that users send is `--api-key` or SLOTSERVE_API_KEY; SLOTSERVE_API_KEYS, all keys that a server
+knows, is the server's.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import random
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -50,16 +55,38 @@ def _options(parser: LocustArgumentParser) -> None:
     parser.add_argument("--tenants", default="", help="shares by tenant: a=3,b=1")
     parser.add_argument("--priorities", default="", help="shares by priority: 0=9,-1=1")
     parser.add_argument("--cancel", type=float, default=0.0, help="share of answers hung up on midway")
-    parser.add_argument("--api-key", default="", env_var="SLOTSERVE_API_KEY", is_secret=True)
+    parser.add_argument(
+        "--api-key",
+        default="",
+        env_var="SLOTSERVE_API_KEY",
+        is_secret=True,
+        help="the key to send, for a server with keys; not SLOTSERVE_API_KEYS, which is the server's own",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """A request, and what its user makes of it."""
+
+    item: Item
+    due: float
+    """Seconds since the epoch."""
+    patience: int
+    """Output tokens after which the user hangs up; all of them: never."""
 
 
 class Source:
-    """Hands the workload's requests to whichever user is free, and knows when all are done."""
+    """Hands the workload's requests to whichever user is free, and knows when all are done.
 
-    def __init__(self, load: Workload, *, replay: bool, limit: int) -> None:
+    Users hang up on a share `cancel` of the answers, and `seed` decides on which and where.
+    """
+
+    def __init__(self, load: Workload, *, replay: bool, limit: int, cancel: float, seed: int) -> None:
         items = load.items if replay else itertools.cycle(load.items)
         self._items: Iterator[Item] = itertools.islice(items, limit or None)
         self._replay = replay
+        self._cancel = cancel
+        self._rng = random.Random(seed)
         self._started = time.time()
         self._open = 0
         self._drained = False
@@ -68,14 +95,16 @@ class Source:
     def finished(self) -> bool:
         return self._drained and self._open == 0
 
-    def take(self) -> tuple[Item, float]:
-        """The next request and when it is due. Raises StopUser when none is left."""
+    def take(self) -> Errand:
+        """The next request. Raises StopUser when none is left."""
         item = next(self._items, None)
         if item is None:
             self._drained = True
             raise StopUser
         self._open += 1
-        return item, self._started + item.arrival if self._replay else time.time()
+        hangs_up = self._rng.random() < self._cancel
+        patience = self._rng.randrange(item.output_tokens) if hangs_up else item.output_tokens
+        return Errand(item, self._started + item.arrival if self._replay else time.time(), patience)
 
     def give_back(self) -> None:
         """The request taken before has ended, one way or another."""
@@ -96,19 +125,17 @@ class Streamer(HttpUser):
         source = self.source
         if source is None:
             raise StopUser
-        item, due = source.take()
+        errand = source.take()
         try:
-            gevent.sleep(max(0.0, due - time.time()))
-            stream = self._stream(item, due)
+            gevent.sleep(max(0.0, errand.due - time.time()))
+            stream = self._stream(errand)
         finally:
             source.give_back()
         if stream.error:
             gevent.sleep(1.0)
 
-    def _stream(self, item: Item, due: float) -> CompletionStream:
-        stream = CompletionStream()
-        hangs_up = random.random() < _parsed(self.environment).cancel
-        patience = random.randrange(item.output_tokens) if hangs_up else item.output_tokens
+    def _stream(self, errand: Errand) -> CompletionStream:
+        stream, item = CompletionStream(), errand.item
         with self.client.post(
             "/v1/completions",
             json=item.body(self.model),
@@ -118,10 +145,10 @@ class Streamer(HttpUser):
             catch_response=True,
         ) as response:
             if response.status_code == 200:
-                patient = self._read(response, stream, due, patience)
+                patient = self._read(response, stream, errand)
             else:
                 patient, stream.error = True, _refusal(response)
-            seconds = time.time() - due
+            seconds = time.time() - errand.due
             response.request_meta["response_time"] = 1000 * seconds
             response.request_meta["response_length"] = len(stream.token_times)
             if not patient:
@@ -131,12 +158,13 @@ class Streamer(HttpUser):
             if stream.error:
                 response.failure(stream.error)
             elif patient:
+                self._record("E2E", 1000 * seconds)
                 self._record("output tokens/s", item.output_tokens / seconds, item.output_tokens)
         return stream
 
-    def _read(self, response: requests.Response, stream: CompletionStream, due: float, patience: int) -> bool:
-        """Take the answer in. False: the user hung up after `patience` tokens."""
-        last = due
+    def _read(self, response: requests.Response, stream: CompletionStream, errand: Errand) -> bool:
+        """Take the answer in. False: the user ran out of patience and hung up."""
+        last = errand.due
         try:
             for line in response.iter_lines():
                 first, now = len(stream.token_times), time.time()
@@ -144,7 +172,7 @@ class Streamer(HttpUser):
                 for index in range(first, len(stream.token_times)):
                     self._record("ITL" if index else "TTFT", 1000 * (now - last))
                     last = now
-                if len(stream.token_times) > patience:
+                if len(stream.token_times) > errand.patience:
                     response.close()
                     return False
                 if stream.done or stream.error:
@@ -190,7 +218,13 @@ def _start(environment: Environment, **_: object) -> None:
     Streamer.server = Server(environment.host or "", options.api_key or None)
     try:
         Streamer.model = Streamer.server.model()
-        Streamer.source = Source(_load(options), replay=options.shape == "replay", limit=options.requests)
+        Streamer.source = Source(
+            _load(options),
+            replay=options.shape == "replay",
+            limit=options.requests,
+            cancel=options.cancel,
+            seed=options.seed,
+        )
     except BenchError as error:
         log.error("%s", error)
         environment.process_exit_code = 2
@@ -217,11 +251,10 @@ def _summarize(environment: Environment, **_: object) -> None:
     if complete and complete.last_request_timestamp:
         seconds = complete.last_request_timestamp - environment.stats.start_time
         print(f"{complete.total_content_length / seconds:.1f} output tokens/s in all")
-    rows = {"TTFT": ("TTFT", "stream"), "ITL": ("ITL", "stream"), "end to end": ("/v1/completions", "POST")}
-    for title, key in rows.items():
-        if entry := entries.get(key):
+    for name in ("TTFT", "ITL", "E2E"):
+        if entry := entries.get((name, "stream")):
             p50, p95, p99 = (entry.get_response_time_percentile(p) for p in (0.5, 0.95, 0.99))
-            print(f"{title:>10}: p50 {p50} ms, p95 {p95} ms, p99 {p99} ms")
+            print(f"{name:>4}: p50 {p50} ms, p95 {p95} ms, p99 {p99} ms")
 
 
 def _parsed(environment: Environment) -> Namespace:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import aiohttp
@@ -12,11 +16,14 @@ import httpx
 from bench.report import Advance, BenchError
 from bench.stream import CompletionStream
 from bench.timeline import Timeline, Timelines
-from bench.workload import Workload
+from bench.workload import FIRST_WORD, Item, Workload
 
 CONNECT_TIMEOUT = 10.0
 SILENCE_TIMEOUT = 300.0
 """Seconds without a byte after which a request counts as failed: a full queue is silent for long."""
+PLUG_PROMPT = (FIRST_WORD,) * 8
+PLUG_TOKENS, PLUG_TOKENS_EACH = 64, 1
+"""Output tokens of a plug: at least so many, and so many for each request that is sent meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -42,34 +49,108 @@ class Server:
             raise BenchError(f"no OpenAI-compatible server at {self.url}: {error}") from error
 
 
-def drive(
-    server: Server, workload: Workload, *, in_turn: bool = False, advance: Advance | None = None
-) -> Timelines:
+def drive(server: Server, workload: Workload, *, advance: Advance | None = None) -> Timelines:
     """Send each item when it is due and stream its answer; `advance` counts events, about one a token.
-
-    `in_turn`: and not before the server has begun to answer the item before it, so that items due at
-    once arrive in one order, every time.
 
     A request that fails keeps the tokens it got and says why in its timeline.
     """
-    return asyncio.run(_drive(server, workload, in_turn, advance))
+    return asyncio.run(_drive(server, workload, advance))
 
 
-async def _drive(server: Server, workload: Workload, in_turn: bool, advance: Advance | None) -> Timelines:
+def drive_queue(
+    server: Server, workload: Workload, *, slots: int, advance: Advance | None = None
+) -> Timelines:
+    """The same for a closed loop: all requests wait, in their order, when the clock starts.
+
+    A plug keeps all `slots` of the server's one engine until every item is queued: one request for that
+    many answers of one length, so that it takes the slots in one step and leaves them in one. The run
+    starts, and every item arrives, when the plug has left; when items are due plays no part. Raises
+    BenchError if the plug is refused, breaks off or leaves before all items are queued.
+    """
+    return asyncio.run(_drive_queue(server, workload, slots, advance))
+
+
+async def _drive(server: Server, workload: Workload, advance: Advance | None) -> Timelines:
     model = server.model()
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT, sock_read=SILENCE_TIMEOUT)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+    async with _session() as session:
         run = Timelines.of(workload, time.time())
         answers = [_Answer(timeline) for timeline in run.requests]
-        async with asyncio.TaskGroup() as group:
-            for answer in answers:
-                group.create_task(answer.receive(session, server, model, advance))
-                if in_turn:
+        return await _complete(
+            run, answers, [answer.receive(session, server, model, advance) for answer in answers]
+        )
+
+
+async def _drive_queue(server: Server, workload: Workload, slots: int, advance: Advance | None) -> Timelines:
+    model = server.model()
+    tokens = max(PLUG_TOKENS, PLUG_TOKENS_EACH * len(workload))
+    body = Item("plug", 0.0, PLUG_PROMPT, tokens).body(model) | {"prompt": [PLUG_PROMPT] * slots}
+    url, headers = f"{server.url}/v1/completions", server.headers("default")
+    async with _session() as session:
+        run = Timelines.of(workload.arriving(None), time.time())
+        answers = [_Answer(timeline) for timeline in run.requests]
+        receiving: list[asyncio.Task[None]] = []
+        try:
+            async with session.post(url, json=body, headers=headers) as plug:
+                if not plug.ok:
+                    raise BenchError(f"the plug was refused: HTTP {plug.status}: {(await plug.text())[:200]}")
+                leaving = asyncio.create_task(plug.read())
+                for answer in answers:
+                    receiving.append(asyncio.create_task(answer.receive(session, server, model, advance)))
                     await answer.begun.wait()
-        run.ended = time.time()
+                too_early = leaving.done()
+                whole = (await leaving).endswith(b"data: [DONE]\n\n")
+        except aiohttp.ClientError as error:
+            raise BenchError(f"the plug broke off: {error}") from error
+        if not whole:
+            raise BenchError("the plug broke off: the server ended it with an error")
+        if too_early:
+            raise BenchError(
+                f"the plug left after {tokens} tokens, before all {len(run.requests)} were queued"
+            )
+        run.started = time.time()
+        for timeline in run.requests:
+            timeline.arrival = run.started
+        return await _complete(run, answers, receiving)
+
+
+async def _complete(
+    run: Timelines, answers: Sequence[_Answer], receiving: Sequence[Awaitable[None]]
+) -> Timelines:
+    """The run, once all answers are in."""
+    await asyncio.gather(*receiving)
+    run.ended = time.time()
     for answer in answers:
         answer.read()
     return run
+
+
+def _session() -> aiohttp.ClientSession:
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT, sock_read=SILENCE_TIMEOUT)
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
+
+
+@contextmanager
+def kept_busy(ask: Callable[[int], object], threads: int) -> Iterator[None]:
+    """Call `ask(number)` again and again, on a thread for each number, until the block ends.
+
+    A question that fails over HTTP is asked again.
+    """
+    stopping = threading.Event()
+
+    def go_on(number: int) -> None:
+        while not stopping.is_set():
+            with contextlib.suppress(httpx.HTTPError):
+                ask(number)
+
+    asking = [threading.Thread(target=go_on, args=(number,)) for number in range(threads)]
+    for thread in asking:
+        thread.start()
+    try:
+        yield
+    finally:
+        stopping.set()
+        for thread in asking:
+            thread.join()
 
 
 class _Answer:

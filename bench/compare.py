@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import heapq
 import statistics
+import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ GAIN, UTILIZATION, TTFT_GAIN = 2.5, 0.9, 5.0
 TURNS = ("continuous", "static", "continuous")
 """Servers, one after another. The closed loop of the faster side runs before and after that of the other, and
 counts as the mean of both, since a machine's speed drifts within minutes."""
+CLOSED = "all requests wait at the start"
 LOAD = 0.7
 """Of continuous batching's own capacity: where the open-loop bar stands."""
 OTHER_SEEDS = range(1, 9)
@@ -61,20 +63,32 @@ def run(args: argparse.Namespace) -> int:
 
 def _head_to_head(args: argparse.Namespace) -> int:
     report = Report("compare", args.out)
-    # Sent in turn, though all at once: a static batch holds the same requests in every run.
     closed = workload.chosen(args, max_len=args.max_len, requests=128).arriving(None)
-    opened = workload.chosen(args, max_len=args.max_len, requests=args.open_requests)
+    fewer = argparse.Namespace(**vars(args) | {"requests": args.open_requests})
+    opened = workload.chosen(fewer, max_len=args.max_len)
     report.say(f"closed loop: {closed}")
 
-    data: dict[str, Any] = {"workload": str(closed), "closed": {}, "open": {}, "rates": []}
+    data: dict[str, Any] = {
+        "workload": str(closed),
+        "fewest_steps": dict(zip(("static", "continuous"), fewest_steps(closed, args.slots), strict=True)),
+        "closed": {},
+        "open": {},
+        "rates": [],
+    }
     pictures: dict[str, Observed] = {}
     turns: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
     for side in TURNS:
-        settings = {**SIDES[side], "max_num_seqs": args.slots, "max_len": args.max_len, "model": args.model}
+        settings = {
+            **SIDES[side],
+            "max_num_seqs": args.slots,
+            "max_len": args.max_len,
+            "max_prompts": args.slots,  # those of the plug
+            "model": args.model,
+        }
         report.say(f"{side}: starting `serve run` with {SIDES[side]}")
         with _server(settings) as server:
             client.drive(server, workload.preset("smoke", seed=1))
-            figures, pictures[side] = _measure(report, server, closed, f"{side}-closed", in_turn=True)
+            figures, pictures[side] = _measure(report, server, closed, f"{side}-closed", queued_at=args.slots)
             turns[side].append(figures)
             data["closed"][side] = _mean(turns[side])
             report.save(data)
@@ -88,8 +102,11 @@ def _head_to_head(args: argparse.Namespace) -> int:
                     data["rates"].append({"share": share, "requests_per_s": share * capacity})
                 data["rates"][index][side] = figures
                 if share == LOAD:
-                    data["open"][side] = figures
+                    data["open"] = data["rates"][index]
                 report.save(data)
+    for entry in data["rates"]:
+        entry["of_static"] = entry["requests_per_s"] / data["closed"]["static"]["requests_per_s"]
+        entry["ttft_gain"] = entry["static"]["ttft_p95"] / entry["continuous"]["ttft_p95"]
 
     _tables(report, data)
     _draw_head_to_head(report, data)
@@ -97,6 +114,12 @@ def _head_to_head(args: argparse.Namespace) -> int:
     by_turn = " and ".join(f"{turn['tokens_per_s']:.0f}" for turn in turns["continuous"])
     report.note(f"Closed loop, continuous: the mean of {by_turn} tokens/s, before and after static.")
     report.note(_fewest(args, closed))
+    for entry in data["rates"]:
+        overload = " Static's queue grows for as long as they last." if entry["of_static"] > 1 else ""
+        report.note(
+            f"Open loop, arrivals at {_capacity(entry)}: static's TTFT p95 is {entry['ttft_gain']:.1f}x "
+            f"continuous batching's.{overload}"
+        )
     report.note(
         "What to see: a static batch keeps the slots of its finished requests until its longest answer "
         "is out; continuous batching gives each slot to the next in the queue at the very next step."
@@ -110,9 +133,11 @@ def _head_to_head(args: argparse.Namespace) -> int:
         UTILIZATION,
     )
     if data["open"]:
-        ratio = data["open"]["static"]["ttft_p95"] / data["open"]["continuous"]["ttft_p95"]
         report.at_least(
-            f"open loop at {LOAD} of capacity: static / continuous TTFT p95", ratio, TTFT_GAIN, "x"
+            f"open loop at {LOAD} of continuous batching's capacity: static / continuous TTFT p95",
+            data["open"]["ttft_gain"],
+            TTFT_GAIN,
+            "x",
         )
     return report.finish(data)
 
@@ -128,10 +153,15 @@ def _server(settings: Mapping[str, Any]) -> Iterator[client.Server]:
 
 
 def _measure(
-    report: Report, server: client.Server, load: Workload, name: str, *, in_turn: bool = False
+    report: Report, server: client.Server, load: Workload, name: str, *, queued_at: int | None = None
 ) -> tuple[dict[str, Any], Observed]:
+    """A run's figures. `queued_at`: a closed loop, all requests wait for so many slots; else an open one."""
+    run: Timelines
     with report.progress(name, load.output_tokens) as advance:
-        run: Timelines = client.drive(server, load, in_turn=in_turn, advance=advance)
+        if queued_at is None:
+            run = client.drive(server, load, advance=advance)
+        else:
+            run = client.drive_queue(server, load, slots=queued_at, advance=advance)
     if run.errors:
         raise BenchError(f"{name}: {len(run.errors)} requests failed, the first with {run.errors[0]}")
     since = min(600.0, time.time() - run.started + 1)
@@ -148,7 +178,10 @@ def _measure(
 def _fewest(args: argparse.Namespace, load: Workload) -> str:
     """What the draw of the lengths alone decides, for this workload and for others like it."""
     static, continuous = fewest_steps(load, args.slots)
-    told = f"{static:,} steps at least in static batches, {continuous:,} in slots that are refilled at once"
+    told = (
+        f"These lengths take {static:,} steps in static batches of {args.slots}, at least {continuous:,} in "
+        "slots that are refilled at once"
+    )
     if args.trace:
         return f"{told}: {static / continuous:.2f}x."
     ratios = []
@@ -178,6 +211,14 @@ def _mean(turns: list[dict[str, Any]]) -> dict[str, Any]:
     return {name: None if None in values else statistics.mean(values) for name, values in columns.items()}
 
 
+def _capacity(entry: Mapping[str, Any]) -> str:
+    """A rate as a share of what each side can do at most."""
+    return (
+        f"{entry['share']:.0%} of continuous batching's capacity, "
+        f"which is {entry['of_static']:.0%} of static batching's"
+    )
+
+
 def _tables(report: Report, data: dict[str, Any]) -> None:
     columns = {
         "tokens/s": "tokens_per_s",
@@ -196,29 +237,19 @@ def _tables(report: Report, data: dict[str, Any]) -> None:
     def rows(sides: Mapping[str, Any]) -> list[list[object]]:
         return [[side, *(sides[side][key] for key in columns.values())] for side in SIDES if side in sides]
 
-    report.table("Closed loop: all requests at once", ["", *columns], rows(data["closed"]))
+    report.table(f"Closed loop: {CLOSED}", ["", *columns], rows(data["closed"]))
     for entry in data["rates"]:
-        title = f"Open loop: {entry['requests_per_s']:.2f} requests/s, {entry['share']:g} of capacity"
+        title = f"Open loop: {entry['requests_per_s']:.2f} requests/s, {_capacity(entry)}"
         report.table(title, ["", *columns], rows(entry))
 
 
 def _draw_head_to_head(report: Report, data: dict[str, Any]) -> None:
     closed, opened = data["closed"], data["open"] or data["closed"]
-    at_once = "all requests at once"
+    arrivals = textwrap.fill(f"arrivals at {_capacity(opened)}", 34) if data["open"] else CLOSED
     panels = [
-        ("Output tokens/s", {s: closed[s]["tokens_per_s"] for s in SIDES}, "{:.0f}", at_once),
-        (
-            "Slots at work",
-            {s: 100 * closed[s]["utilization"] for s in SIDES},
-            "{:.0f} %",
-            "all requests at once",
-        ),
-        (
-            "TTFT p95",
-            {s: opened[s]["ttft_p95"] for s in SIDES},
-            "{:.1f} s",
-            f"arrivals at {LOAD:.0%} of capacity" if data["open"] else at_once,
-        ),
+        ("Output tokens/s", {s: closed[s]["tokens_per_s"] for s in SIDES}, "{:.0f}", CLOSED),
+        ("Slots at work", {s: 100 * closed[s]["utilization"] for s in SIDES}, "{:.0f} %", CLOSED),
+        ("TTFT p95", {s: opened[s]["ttft_p95"] for s in SIDES}, "{:.1f} s", arrivals),
     ]
     with report.chart(columns=3, size=(11, 5)) as (figure, axes):
         for panel, (title, values, form, under) in zip(axes, panels, strict=True):

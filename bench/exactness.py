@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from bench import bare
 from bench.report import Report
 from engine_actor.engine import Engine
 from engine_actor.request import Request
@@ -21,6 +22,8 @@ from policies.fcfs import Fcfs
 
 Position = tuple[str, int]
 """A request and an output index."""
+CERTAIN = 100.0
+"""A bias beyond what logits differ by: OpenAI's largest."""
 
 
 class Recorder:
@@ -58,6 +61,10 @@ class Trail:
     preemptions: int = 0
     resumes: int = 0
     chunks: int = 0
+    stops: int = 0
+    """Requests that ended by a stop token or the end of sequence, and not by their length."""
+    late_stops: int = 0
+    """Those of them that had been preempted or resumed."""
 
     def differs_at(self, other: Trail) -> list[Position]:
         """Positions whose logits bits, token or scores differ, or that stand in one of the two only."""
@@ -73,7 +80,11 @@ class Trail:
 def random_requests(
     rng: random.Random, count: int, vocab_size: int, longest_prompt: int, longest_output: int
 ) -> list[Request]:
-    """Random prompts; half greedy, half sampled by seed with every filter and penalty in play."""
+    """Random prompts; half greedy, half sampled by seed with every filter and penalty in play.
+
+    Of the sampled ones every other ends as soon as `min_tokens` lets it, by a token of its own or by the
+    end of sequence: a bias makes that token the likeliest at every step.
+    """
     requests = []
     for number in range(count):
         params = SamplingParams(
@@ -93,12 +104,22 @@ def random_requests(
                 frequency_penalty=rng.choice([0.0, 0.5]),
                 presence_penalty=rng.choice([0.0, 0.5]),
                 logit_bias={rng.randrange(vocab_size): 5.0},
-                min_tokens=rng.randint(0, 3),
+            )
+        ends: frozenset[int] = frozenset()
+        if number % 4 == 1:
+            last = rng.randrange(vocab_size)
+            ends = frozenset({last}) if number % 8 == 1 else ends
+            params = replace(
+                params,
+                logit_bias=params.logit_bias | {last: CERTAIN},
+                min_tokens=rng.randrange(params.max_tokens),
+                stop_token_ids=() if ends else (last,),
+                ignore_eos=not ends,
             )
         if number % 3 == 0:
             params = replace(params, logprobs=3, prompt_logprobs=1)
         prompt = [rng.randrange(vocab_size) for _ in range(rng.randint(1, longest_prompt))]
-        requests.append(Request(f"r{number}", prompt, params, arrival=float(number)))
+        requests.append(Request(f"r{number}", prompt, params, ends, arrival=float(number)))
     return requests
 
 
@@ -129,7 +150,14 @@ def run_busy(
 
 def _again(request: Request, resumed: Sequence[int] = ()) -> Request:
     params = replace(request.params, prompt_logprobs=None) if resumed else request.params
-    return Request(request.id, request.prompt, params, arrival=request.arrival, resumed=list(resumed))
+    return Request(
+        request.id,
+        request.prompt,
+        params,
+        request.eos_token_ids,
+        arrival=request.arrival,
+        resumed=list(resumed),
+    )
 
 
 def _drive(
@@ -149,6 +177,7 @@ def _drive(
     ample = scheduler.kv_budget
     recorder.owners = lambda: {request.slot: request for request in scheduler.running}
     joining = list(requests)
+    resumed: set[str] = set()
     taken_in: list[Request] = []
     while joining or engine.has_work():
         scheduler.kv_budget = ample
@@ -162,6 +191,7 @@ def _drive(
                 lost = rng.choice(decoding)
                 engine.abort(lost.id)
                 joining.append(_again(lost, resumed=lost.output))
+                resumed.add(lost.id)
                 trail.resumes += 1
             scheduler.max_step_tokens = rng.randint(kv.num_slots + 1, kv.num_slots + 64)
             # A budget below what is cached makes the scheduler forget somebody in this step.
@@ -179,6 +209,9 @@ def _drive(
                 trail.tokens[output.request_id, -1 - index] = score
             if output.finish_reason is not None:
                 advance()
+            if output.finish_reason == "stop":
+                trail.stops += 1
+                trail.late_stops += output.num_preemptions > 0 or output.request_id in resumed
     trail.digests |= recorder.digests
     trail.preemptions += sum(request.num_preemptions for request in taken_in)
 
@@ -191,21 +224,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from model.loader import load_model
-
     report = Report("exactness", args.out)
-    model = load_model(args.model)
+    model = bare.load(args.model)
     kv = model.new_kv(args.slots, 512, poison=True)
     rng = random.Random(args.seed)
     requests = random_requests(rng, args.requests, model.vocab_size, 160, 40)
     with report.progress("alone", args.requests) as advance:
         alone = run_alone(model, kv, requests, advance)
     modes: tuple[Mode, ...] = ("chunked", "batched", "separate")
-    rows, different = [], {}
+    rows, different, late_stops = [], {}, {}
     for mode in modes:
         with report.progress(f"busy, {mode}", args.requests) as advance:
             busy = run_busy(model, kv, requests, rng, mode, advance)
-        different[mode] = len(alone.differs_at(busy))
+        different[mode], late_stops[mode] = len(alone.differs_at(busy)), busy.late_stops
         rows.append(
             (
                 mode,
@@ -214,16 +245,29 @@ def run(args: argparse.Namespace) -> int:
                 busy.chunks,
                 busy.preemptions,
                 busy.resumes,
+                f"{busy.stops}, {busy.late_stops}",
                 different[mode],
             )
         )
     report.table(
         f"{args.requests} requests, alone ({alone.steps} steps) against busy, {args.slots} slots",
-        ["mode", "positions", "steps", "prefill chunks", "preemptions", "resumes", "different"],
+        [
+            "mode",
+            "positions",
+            "steps",
+            "prefill chunks",
+            "preemptions",
+            "resumes",
+            "stops, after a preemption or resume",
+            "different",
+        ],
         rows,
     )
     report.note("Every position compares all bits of a logits row and the token chosen from it.")
     report.at_most("different positions", sum(different.values()), 0)
+    report.at_least(
+        "stop tokens after a preemption or resume, fewest of all modes", min(late_stops.values()), 1
+    )
     return report.finish(
         {
             "positions": sum(row[1] for row in rows),
@@ -231,6 +275,7 @@ def run(args: argparse.Namespace) -> int:
             "different_by_mode": different,
             "preemptions": sum(row[4] for row in rows),
             "resumes": sum(row[5] for row in rows),
+            "late_stops_by_mode": late_stops,
             "row_counts": model.row_counts.as_dict(),
         }
     )

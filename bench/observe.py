@@ -8,19 +8,17 @@ lays it out, and the slow step is found again in the span files.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import re
 import shutil
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import httpx
 
 from bench.chromium import Page, chromium_missing, open_page
+from bench.client import kept_busy
 from bench.report import REPO, BenchError, Report
 from bench.serving import Server, served
 from bench.trace import Step, steps_of_spans, steps_of_trace
@@ -90,25 +88,14 @@ def run(args: argparse.Namespace) -> int:
     return report.finish({"slowest": vars(slow), "slowest_in_spans": vars(again)})
 
 
-@contextmanager
-def _load(server: Server) -> Iterator[None]:
+def _load(server: Server) -> AbstractContextManager[None]:
     """Streams that decode all the time."""
-    stopping = threading.Event()
-
-    def stream(number: int) -> None:
-        while not stopping.is_set():
-            with contextlib.suppress(httpx.HTTPError):
-                _complete(server, f"Story {number}:", DECODE_TOKENS - 8 * number, f"reader-{number % 3}")
-
-    threads = [threading.Thread(target=stream, args=(number,)) for number in range(DECODERS)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        stopping.set()
-        for thread in threads:
-            thread.join()
+    return kept_busy(
+        lambda number: _complete(
+            server, f"Story {number}:", DECODE_TOKENS - 8 * number, f"reader-{number % 3}"
+        ),
+        DECODERS,
+    )
 
 
 def _complete(server: Server, prompt: str | list[int], tokens: int, tenant: str) -> None:

@@ -78,7 +78,8 @@ def fetch(server: Server, started: float, ended: float, *, seconds: float, save:
 
 
 def cut(trace: dict[str, Any], started: float, ended: float) -> Observed:
-    """What the trace of one engine holds between two moments."""
+    """What the trace of one engine holds between two moments: all that ends after `started` and begins
+    before `ended`."""
     origin = trace["otherData"]["started"]
     steps: list[Step] = []
     stays: list[Stay] = []
@@ -89,7 +90,8 @@ def cut(trace: dict[str, Any], started: float, ended: float) -> Observed:
         if event["ph"] != "X":
             continue
         at, seconds, args = origin + event["ts"] / 1e6, event["dur"] / 1e6, event["args"]
-        if not started <= at <= ended:
+        # What began just before the start belongs to it: a client learns of a step's end a little late.
+        if not (started < at + seconds and at <= ended):
             continue
         if event["tid"] == STEPS_TRACK and "step" in args:
             steps.append(Step(at, seconds, len(set(args["requests"])), args["waiting"]))

@@ -128,23 +128,26 @@ class Report:
         self.bars.append(Bar(what, measured, "at most", bound, unit))
 
     def save(self, data: Mapping[str, Any]) -> Path:
-        """Write `<name>.json`: the data's own keys, then "bars", "tables", "notes" and "meta". Call it
-        for each part that is ready: an interrupted experiment keeps what it has."""
+        """Write `<name>.json`: the data's own keys, then "bars", "tables", "notes", "meta" and "complete",
+        which is false. Call it for each part that is ready: an interrupted experiment keeps what it has."""
+        return self._write(data, complete=False)
+
+    def finish(self, data: Mapping[str, Any]) -> int:
+        """Save as complete, print each bar as met or missed, and return the exit code."""
+        self.say(f"wrote {self._write(data, complete=True)}")
+        for bar in self.bars:
+            self.say(f"{'[green]met   [/]' if bar.met else '[bold red]MISSED[/]'}  {bar}")
+        return 0 if all(bar.met for bar in self.bars) else 1
+
+    def _write(self, data: Mapping[str, Any], *, complete: bool) -> Path:
         path = self.out / f"{self.name}.json"
         bars = [asdict(bar) | {"met": bar.met} for bar in self.bars]
         shown = {"bars": bars, "tables": self._tables, "notes": self._notes, "meta": self._origin}
-        document = {**data, **shown}
+        document = {**data, **shown, "complete": complete}
         partial = path.with_suffix(".json.partial")
         partial.write_text(json.dumps(_jsonable(document), indent=1) + "\n")
         partial.replace(path)
         return path
-
-    def finish(self, data: Mapping[str, Any]) -> int:
-        """Save, print each bar as met or missed, and return the exit code."""
-        self.say(f"wrote {self.save(data)}")
-        for bar in self.bars:
-            self.say(f"{'[green]met   [/]' if bar.met else '[bold red]MISSED[/]'}  {bar}")
-        return 0 if all(bar.met for bar in self.bars) else 1
 
     @contextmanager
     def progress(self, what: str, total: float) -> Iterator[Advance]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.__main__ import experiments
+from bench.compare import LOAD
 from bench.report import REPO, BenchError, Report, show
 
 PAGE = REPO / "docs" / "results.md"
@@ -81,16 +82,21 @@ def run(args: argparse.Namespace) -> int:
             ["", "minutes", "outcome"],
             [[e.key, seconds / 60, OUTCOMES.get(code, f"exit {code}")] for e, code, seconds in outcomes],
         )
-    documents = _documents(args.out)
+    found = _documents(args.out)
+    documents = {key: document for key, document in found.items() if _is_complete(document)}
+    cut_short = found.keys() - documents.keys()
+    for key in sorted(cut_short):
+        report.say(f"{key}: its JSON is of a run that did not end; its section stays as it was")
     if not documents:
         raise BenchError(f"no results in {args.out}")
     _write_page(documents, args.out)
     report.say(f"wrote {PAGE.relative_to(REPO)} and {PICTURES.relative_to(REPO)}")
-    if "compare" in documents and BEGIN in README.read_text():
+    if documents.get("compare", {}).get("open") and BEGIN in README.read_text():
         _write_readme(documents["compare"])
         report.say("wrote README.md's figures")
-    report.save({"outcomes": {entry.key: code for entry, code, _ in outcomes}})
-    return max((code for _, code, _ in outcomes), default=0)
+    report.finish({"outcomes": {entry.key: code for entry, code, _ in outcomes}})
+    codes = {code for _, code, _ in outcomes}
+    return 2 if cut_short or codes - {0, 1} else max(codes, default=0)
 
 
 OUTCOMES = {0: "all bars met", 1: "a bar missed", 2: "did not run"}
@@ -110,7 +116,13 @@ def _documents(out: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
+def _is_complete(document: dict[str, Any]) -> bool:
+    # Older JSON lacks the key; there only a finished run has bars.
+    return bool(document.get("complete", document["bars"]))
+
+
 def _write_page(documents: dict[str, dict[str, Any]], out: Path) -> None:
+    """A section for each document; those of the other entries stay."""
     PICTURES.mkdir(parents=True, exist_ok=True)
     lines = [
         "# Results",
@@ -120,10 +132,20 @@ def _write_page(documents: dict[str, dict[str, Any]], out: Path) -> None:
         "20 %, so compare figures within a section: both sides of a comparison ran in one command.",
         "",
     ]
+    before = _sections()
     for entry in ENTRIES:
         if entry.key in documents:
             lines += _section(entry, documents[entry.key], out / entry.key)
+        elif entry.title in before:
+            lines += [before[entry.title], ""]
     PAGE.write_text("\n".join(lines).rstrip() + "\n")
+
+
+def _sections() -> dict[str, str]:
+    """The sections of the page as it stands, by title."""
+    text = PAGE.read_text() if PAGE.exists() else ""
+    parts = re.split(r"^(?=## )", text, flags=re.MULTILINE)[1:]
+    return {part.partition("\n")[0].removeprefix("## "): part.rstrip() for part in parts}
 
 
 def _section(entry: Entry, document: dict[str, Any], directory: Path) -> list[str]:
@@ -168,9 +190,10 @@ def _markdown(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]])
 
 def _write_readme(document: dict[str, Any]) -> None:
     """The chart and three figures between README's markers."""
-    closed, opened = document["closed"], document["open"]
-    meta = document["meta"]
+    closed, meta = document["closed"], document["meta"]
+    opened = next(rate for rate in document["rates"] if rate["share"] == LOAD)
     static, continuous = closed["static"], closed["continuous"]
+    of_static = opened["requests_per_s"] / static["requests_per_s"]
     sooner = opened["static"]["ttft_p95"] / opened["continuous"]["ttft_p95"]
     block = [
         BEGIN,
@@ -180,7 +203,8 @@ def _write_readme(document: dict[str, Any]) -> None:
         f"batching ({continuous['tokens_per_s']:.0f} against {static['tokens_per_s']:.0f}),",
         f"- **{continuous['utilization_while_waiting']:.0%}** of the slots' time at work while requests wait "
         f"(static: {static['utilization_while_waiting']:.0%}),",
-        f"- **{sooner:.0f}x** sooner first token at p95 with arrivals at 70 % of capacity.",
+        f"- **{sooner:.1f}x** sooner first token at p95, with arrivals at {LOAD:.0%} of continuous "
+        f"batching's capacity, which is {of_static:.0%} of static batching's.",
         "",
         f"`{_command(meta)}` at `{meta['commit']}` on {meta['machine']['cores']} cores; "
         "[all results](docs/results.md), [how it works](docs/continuous-batching.md).",

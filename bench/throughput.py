@@ -80,10 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from model.loader import load_model
-
     report = Report("throughput", args.out)
-    model = load_model(args.model)
+    model = bare.load(args.model)
     work = workload.preset("default", requests=args.requests, vocab=model.vocab_size)
     bare.warm_up(model)
     rows: list[tuple[float, float, float]] = []

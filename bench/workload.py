@@ -219,12 +219,20 @@ def build(shape: Shape, name: str = "custom", *, seed: int = 0, vocab: int = VOC
     return Workload(name, tuple(items))
 
 
-def preset(name: str, *, seed: int = 0, requests: int | None = None, vocab: int = VOCAB) -> Workload:
+def preset(
+    name: str,
+    *,
+    seed: int = 0,
+    requests: int | None = None,
+    shared_prefix: int = 0,
+    vocab: int = VOCAB,
+) -> Workload:
     """A named workload. Raises BenchError for an unknown name."""
     if name not in PRESETS:
         raise BenchError(f"unknown preset {name!r}; choose from {', '.join(PRESETS)}")
     shape = PRESETS[name]
-    return build(replace(shape, requests=requests or shape.requests), name, seed=seed, vocab=vocab)
+    shape = replace(shape, requests=requests or shape.requests, shared_prefix=shared_prefix)
+    return build(shape, name, seed=seed, vocab=vocab)
 
 
 def arrivals(count: int, rate: float | None, *, burstiness: float = 1.0, seed: int = 0) -> Floats:
@@ -293,6 +301,13 @@ def add_arguments(parser: argparse.ArgumentParser, *, default: str = "default") 
     parser.add_argument("--trace", type=Path, metavar="FILE.csv", help="replay a trace in the Azure layout")
     parser.add_argument("--time-scale", type=float, default=1.0, help="stretch the trace's time by this")
     parser.add_argument("--requests", type=int, help="how many requests (default: the preset's own)")
+    parser.add_argument(
+        "--shared-prefix",
+        type=int,
+        default=0,
+        metavar="TOKENS",
+        help="leading tokens that all prompts of the preset have in common (default: 0)",
+    )
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -310,7 +325,7 @@ def chosen(
             seed=args.seed,
             vocab=vocab,
         )
-    return preset(args.preset, seed=args.seed, requests=count, vocab=vocab)
+    return preset(args.preset, seed=args.seed, requests=count, shared_prefix=args.shared_prefix, vocab=vocab)
 
 
 def _trace_row(path: Path, line: int, row: Sequence[str]) -> tuple[float, int, int]:

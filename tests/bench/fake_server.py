@@ -14,7 +14,10 @@ Behaviour = Literal["well", "breaks off", "error event", "refuses", "first one l
 
 
 class FakeServer:
-    """`behaviour` decides how each completion goes; `seen` holds (headers, body) of each."""
+    """`behaviour` decides how each completion goes; `seen` holds (headers, body) of each.
+
+    One of several prompts is answered as if it had one. It is never the late one.
+    """
 
     def __init__(self, *, delay: float = 0.002) -> None:
         self.behaviour: Behaviour = "well"
@@ -67,7 +70,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.fake.behaviour == "first one late" and self.fake.take_first():
+        several = isinstance(body["prompt"][0], list)
+        if self.fake.behaviour == "first one late" and not several and self.fake.take_first():
             time.sleep(0.2)
         self.fake.seen.append((dict(self.headers.items()), body))
         if self.fake.behaviour == "refuses":

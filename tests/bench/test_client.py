@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
+from collections import Counter
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
 from bench import client, workload
@@ -37,14 +40,51 @@ def test_every_token_is_timed_from_the_items_arrival(fake: FakeServer) -> None:
     assert 0 < figures["ttft_p50"] <= figures["ttft_p95"] < figures["e2e_max"]
 
 
-@pytest.mark.parametrize("behaviour", ["first one late", "refuses"])
-def test_items_due_at_once_arrive_in_their_order_when_sent_in_turn(
-    fake: FakeServer, behaviour: Behaviour
-) -> None:
-    fake.behaviour = behaviour
-    load = workload.preset("smoke").arriving(None)
-    client.drive(Server(fake.url), load, in_turn=True)
-    assert [body["prompt"] for _, body in fake.seen] == [list(item.prompt) for item in load.items]
+def test_a_closed_loop_is_queued_in_order_behind_a_plug_and_starts_when_that_has_left() -> None:
+    load = workload.preset("smoke").arriving(50.0)
+    with FakeServer(delay=0.01).running() as fake:
+        fake.behaviour = "first one late"
+        sent = time.time()
+        run = client.drive_queue(Server(fake.url), load, slots=3)
+    assert run.errors == []
+    (_, plug), *bodies = fake.seen
+    assert plug["prompt"] == [list(client.PLUG_PROMPT)] * 3
+    assert [body["prompt"] for _, body in bodies] == [list(item.prompt) for item in load.items]
+    assert run.started > sent + client.PLUG_TOKENS * 0.01
+    assert {timeline.arrival for timeline in run.requests} == {run.started}
+    assert run.ended >= run.started
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "delay", "complaint"),
+    [
+        ("first one late", 0.001, "the plug left after 64 tokens, before all 8 were queued"),
+        ("refuses", 0.001, "the plug was refused: HTTP 429: .*the queue is full"),
+        ("breaks off", 0.01, "the plug broke off"),
+        ("error event", 0.01, "the plug broke off"),
+    ],
+)
+def test_a_plug_that_does_not_hold_is_one_line(behaviour: Behaviour, delay: float, complaint: str) -> None:
+    server = FakeServer(delay=delay)
+    server.behaviour = behaviour
+    with server.running(), pytest.raises(BenchError, match=complaint):
+        client.drive_queue(Server(server.url), workload.preset("smoke"), slots=3)
+
+
+def test_what_keeps_a_server_busy_goes_on_after_a_failure_and_ends() -> None:
+    asked: Counter[int] = Counter()
+
+    def ask(number: int) -> None:
+        asked[number] += 1
+        time.sleep(0.001)
+        raise httpx.ReadTimeout("slow")
+
+    with client.kept_busy(ask, 2):
+        time.sleep(0.1)
+    total = asked.total()
+    assert min(asked[0], asked[1]) > 1
+    time.sleep(0.02)
+    assert asked.total() == total
 
 
 def test_tenant_key_and_forced_length_are_sent(fake: FakeServer) -> None:

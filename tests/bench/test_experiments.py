@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from bench import compare, peers, results, spike, workload
+from bench import peers, spike
 from bench.__main__ import main
 from bench.peers import PEERS, Peer, Worker
-from bench.report import BenchError, Report
+from bench.report import BenchError
 from bench.spike import Trial
 from engine_actor.engine import Engine
 from engine_actor.scheduler import Mode
@@ -27,6 +25,10 @@ def trial(worst: float, ttft: float) -> Trial:
 def test_the_knee_lies_where_stall_and_wait_are_both_low() -> None:
     sweep = {32: trial(0.1, 9.0), 64: trial(0.2, 3.0), 128: trial(1.0, 2.5), 256: trial(2.0, 2.0)}
     assert spike._knee(sweep) == 64
+
+
+def test_a_plain_step_is_one_before_the_prompt_arrives() -> None:
+    assert Trial([(-2.0, 0.1), (-1.0, 0.3), (0.0, 0.2), (1.0, 9.0), (2.0, 9.0)], 1.0, 1.0, [], 0).plain == 0.2
 
 
 def test_a_stall_of_one_trial_alone_does_not_count_and_one_of_all_does() -> None:
@@ -66,53 +68,6 @@ def test_outputs_are_compared_whole() -> None:
     assert peers._equal([[1, 2]], ["text"]) is None
 
 
-def test_a_side_that_runs_twice_counts_as_the_mean_of_its_turns() -> None:
-    turns: list[dict[str, Any]] = [
-        {"tokens_per_s": 100.0, "utilization": 0.9},
-        {"tokens_per_s": 150.0, "utilization": None},
-    ]
-    assert compare._mean(turns) == {"tokens_per_s": 125.0, "utilization": None}
-    assert compare._mean(turns[:1]) == turns[0]
-
-
-def test_static_batches_need_as_many_steps_as_their_longest_answers() -> None:
-    items = [workload.Item(str(n), 0.0, (1,), length) for n, length in enumerate([9, 1, 2, 3, 5, 1])]
-    # Pairs: 9 + 3 + 5. Refilled: one slot has the 9, then the last one; the other 1 + 2 + 3 + 5.
-    assert compare.fewest_steps(workload.Workload("w", tuple(items)), slots=2) == (17, 11)
-
-
 def test_peers_are_pinned() -> None:
     for peer in PEERS.values():
         assert all("==" in package for package in peer.packages)
-
-
-def test_the_page_is_rebuilt_from_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results, "PAGE", tmp_path / "results.md")
-    monkeypatch.setattr(results, "PICTURES", tmp_path / "pictures")
-    monkeypatch.setattr(results, "REPO", tmp_path)
-    monkeypatch.setattr(results, "README", tmp_path / "README.md")
-    (tmp_path / "README.md").write_text("no markers")
-    report = Report("spike", tmp_path / "out" / "spike")
-    report.table("Stalls", ["mode", "ms"], [["separate", 1234.5]])
-    report.note("What to see: a stall.")
-    report.at_most("worst / median", 3.0, 2.0, "x")
-    with report.chart() as (_, axes):
-        axes.plot([1, 2])
-    assert report.finish({}) == 1
-    assert main(["results", "--rebuild", "--out", str(tmp_path / "out")]) == 0
-    page = (tmp_path / "results.md").read_text()
-    for expected in (
-        "## A long prompt among steady decoders",
-        "| worst / median | 3x | at most 2x | **missed** |",
-        "| separate | 1,234 |",
-        "What to see: a stall.",
-        "(pictures/spike.png)",
-        json.loads((tmp_path / "out/spike/spike.json").read_text())["meta"]["commit"],
-    ):
-        assert expected in page
-    assert (tmp_path / "pictures/spike.png").exists()
-
-
-def test_nothing_to_rebuild_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["results", "--rebuild", "--out", str(tmp_path)]) == 2
-    assert "error: no results in" in capsys.readouterr().err

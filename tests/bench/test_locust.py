@@ -48,6 +48,8 @@ def test_ttft_itl_and_tokens_per_s_are_statistics(fake: FakeServer, tmp_path: Pa
     assert entries["TTFT"]["num_requests"] == 24
     assert entries["ITL"]["num_requests"] == tokens - 24
     assert entries["output tokens/s"]["total_content_length"] == tokens
+    assert entries["E2E"]["num_requests"] == 24
+    assert "E2E: p50" in done.stdout
     assert {headers["X-Tenant-Id"] for headers, _ in fake.seen} == {"a", "b"}
     assert {body["priority"] for _, body in fake.seen} == {0, -1}
     assert "24 answers complete, 0 cancelled, 0 failed" in done.stdout
@@ -65,6 +67,7 @@ def test_a_failing_answer_is_counted_and_never_hangs(
     done = locust(fake.url, "--requests", "8")
     assert done.returncode == 1
     assert re.search(rf"8\s+POST /v1/completions: .*{message}", done.stderr), done.stderr
+    assert "E2E" not in done.stdout
 
 
 def test_users_who_hang_up_are_counted_apart_and_the_server_notices(fake: FakeServer) -> None:
@@ -73,6 +76,19 @@ def test_users_who_hang_up_are_counted_apart_and_the_server_notices(fake: FakeSe
     assert "0 answers complete, 12 cancelled, 0 failed" in done.stdout
     assert re.search(r"stream\s+cancelled\s+\d", done.stderr)
     assert fake.hung_up > 0
+    assert "E2E" not in done.stdout
+
+
+def test_the_seed_decides_who_hangs_up_and_where(fake: FakeServer, tmp_path: Path) -> None:
+    found = []
+    for name in ("one", "other"):
+        file = tmp_path / name
+        options = ["--requests", "32", "--cancel", "0.5", "--seed", "7", "--json-file", str(file)]
+        assert locust(fake.url, *options).returncode == 0
+        entries = statistics(file.with_suffix(".json"))
+        found.append([entries[entry]["num_requests"] for entry in ("cancelled", "E2E", "ITL")])
+    assert found[0] == found[1]
+    assert min(found[0]) > 0
 
 
 def test_replay_sends_each_request_when_it_is_due_and_ends(fake: FakeServer, tmp_path: Path) -> None:

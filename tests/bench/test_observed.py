@@ -33,6 +33,15 @@ def test_a_trace_keeps_steps_stays_and_utilization(policy: str) -> None:
     assert nothing.utilization() is None
 
 
+def test_a_step_that_begins_before_the_start_and_ends_after_it_counts() -> None:
+    items = tuple(Item(f"r{i}", 0.0, (1, 2, 3), 6) for i in range(2))
+    records = bare.drive(Engine(FakeModel(), fake_kv(), load_policy("fcfs")), Workload("toy", items)).records
+    third = records[2]
+    trace, end = chrome_trace({0: records}), records[-1].started
+    assert len(observed.cut(trace, third.started + third.seconds / 2, end).steps) == len(records) - 2
+    assert len(observed.cut(trace, third.started, third.started + third.seconds / 2).steps) == 1
+
+
 def test_pauses_between_steps_count_as_idle_and_waiting_is_told_apart() -> None:
     steps = [Step(0.0, 1.0, 2, waiting=3), Step(2.0, 1.0, 1, waiting=0), Step(3.0, 1.0, 1, waiting=0)]
     seen = Observed(steps, [], slots=2)

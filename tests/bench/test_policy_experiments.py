@@ -61,6 +61,17 @@ def test_fair_keeps_the_gap_within_its_bound(
     assert 0 < found["max_service_gap"] <= found["gap_bound"]
     assert all(seconds > 0 for seconds in found["b_ttft_p95"].values())
     assert found["throughput_ratio"] > 0
+    assert bars(found)["A's requests waiting when B's burst arrives, fewest of all runs"]
+
+
+def test_a_burst_after_the_flood_is_found_out(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fair, "TRICKLE_EVERY", 0.001)
+    monkeypatch.setattr(fair, "BURST_AT", 1.5)
+    found = results("fair", model, tmp_path, "--flood", "8", "--rounds", "1")
+    assert found["a_waiting_at_burst"] == 0
+    assert not bars(found)["A's requests waiting when B's burst arrives, fewest of all runs"]
 
 
 def test_priority_displaces(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,3 +84,5 @@ def test_priority_displaces(model: Path, tmp_path: Path, monkeypatch: pytest.Mon
     ours, polite = found["policies"].values()
     assert ours["displaced"] > 0 == polite["displaced"]
     assert len(ours["urgent"]["ttft"]) == len(polite["urgent"]["ttft"]) == 6
+    assert min(ours["waiting_at_last_urgent"], polite["waiting_at_last_urgent"]) > 0
+    assert bars(found)["background requests waiting when the last urgent one arrives, fewest of all runs"]

@@ -37,6 +37,17 @@ def test_a_workload_gets_all_its_tokens_and_the_trace_tells_its_steps(server: Se
     assert any(step.waiting for step in seen.steps)
 
 
+def test_a_closed_loop_starts_with_the_first_in_the_slots_and_the_rest_in_the_queue(
+    server: Server, tmp_path: Path
+) -> None:
+    load = workload.preset("smoke", requests=12)
+    run = client.drive_queue(server, load, slots=4)
+    assert run.errors == []
+    assert min(timeline.ttft for timeline in run.requests) > 0
+    seen = observed.fetch(server, run.started, run.ended, seconds=120, save=tmp_path / "trace.json")
+    assert seen.steps[0].waiting == len(load) - 4
+
+
 def test_locust_streams_and_counts_every_token(server: Server, tmp_path: Path) -> None:
     done = subprocess.run(
         [

@@ -49,9 +49,10 @@ def test_json_keeps_its_keys_on_top_and_names_its_origin(tmp_path: Path) -> None
 
 def test_partial_results_are_replaced_by_fuller_ones(tmp_path: Path) -> None:
     report = Report("demo", tmp_path)
-    report.save({"half": 1})
+    assert json.loads(report.save({"half": 1}).read_text())["complete"] is False
     assert report.finish({"half": 1, "whole": 2}) == 0
-    assert "whole" in json.loads((tmp_path / "demo.json").read_text())
+    document = json.loads((tmp_path / "demo.json").read_text())
+    assert (document["whole"], document["complete"]) == (2, True)
     assert [path.name for path in tmp_path.iterdir()] == ["demo.json"]
 
 

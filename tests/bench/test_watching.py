@@ -11,6 +11,8 @@ import pytest
 
 from bench import watching
 from bench.__main__ import main
+from bench.report import BenchError
+from tests.bench.fake_server import FakeServer
 from tests.observed import ObservedServer, RunningEngine, observed_server, offer_load
 
 
@@ -40,3 +42,14 @@ def test_windows_alternate_and_count_tokens(tmp_path: Path, monkeypatch: pytest.
     for rates in result["tokens_per_s"].values():
         assert all(rate > 50 for rate in rates)
     assert engine.view.asked > 5
+    ratios = sorted(result["tokens_per_s_ratios"])
+    assert ratios[0] <= result["tokens_per_s_ratio"] <= ratios[-1]
+
+
+def test_a_page_that_fails_fails_the_bench() -> None:
+    with (
+        FakeServer().running() as fake,
+        pytest.raises(BenchError, match="/live answered 404"),
+        watching._page(fake.url),
+    ):
+        pass

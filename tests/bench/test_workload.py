@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +76,18 @@ def test_arriving_changes_the_pace_and_nothing_else() -> None:
         (i.prompt, i.output_tokens) for i in load.items
     ]
     assert paced.arriving(None) == load
+
+
+def test_a_shared_prefix_is_an_option() -> None:
+    parser = argparse.ArgumentParser()
+    workload.add_arguments(parser)
+    chosen = [
+        workload.chosen(parser.parse_args(["--preset", "long-prompts", *options]), max_len=2048)
+        for options in ([], ["--shared-prefix", "64"])
+    ]
+    plain, shared = ({item.prompt[:64] for item in load.items} for load in chosen)
+    assert (len(plain), len(shared)) == (24, 1)
+    assert [len(item.prompt) for item in chosen[0].items] == [len(item.prompt) for item in chosen[1].items]
 
 
 def test_prefix_tenants_and_priorities_are_shared_as_asked() -> None:
