@@ -23,9 +23,9 @@ MAX_SCORED_ROWS = 256
 CALM_TOKENS_PER_SLOT = 2
 BUSY_TOKENS_PER_SLOT = 16
 """Default rows of a step in mode `chunked`, for each slot. Beside those who decode, a prompt must not make
-them stutter: at two, a step takes less than twice a plain one (`python -m bench spike`). Once requests
-queue, slots that wait for their prefill cost everyone more than a longer step; and where nobody decodes
-there is nobody to disturb."""
+them stutter: at two, the longest step takes little more than twice a plain one (`python -m bench spike`).
+Once requests queue, slots that wait for their prefill cost everyone more than a longer step; and where nobody
+decodes there is nobody to disturb."""
 
 
 @dataclass(slots=True)
