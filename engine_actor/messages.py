@@ -73,7 +73,7 @@ class EngineStatus:
     free_kv: int = 0
     """KV budget less the tokens of everything running or waiting; negative when more waits than fits."""
     stalled: float = 0.0
-    """Seconds since the last step ended while there is work; 0 when idle."""
+    """Seconds since the last forward ended while there is work; 0 when idle."""
 
 
 @dataclass(frozen=True, slots=True)
