@@ -15,6 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,7 +51,6 @@ def main() -> int:
         settings = _checked(_section(application, "args", {}))
         http: dict[str, Any] = _section(config, "http_options", {})
         prefix = _section(application, "route_prefix", "/").rstrip("/")
-        path = Path(settings.run_dir) / "serve.log"
     except OSError as error:
         parser.error(f"cannot use {args.config}: {error}")
     except (ValueError, KeyError, IndexError, TypeError, yaml.YAMLError) as error:
@@ -60,6 +61,11 @@ def main() -> int:
     url = f"http://{host}:{port}{prefix}"
 
     console = Console()
+    show = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    try:
+        log = ServeLog(Path(settings.run_dir) / "serve.log", show, everything=args.verbose)
+    except OSError as error:
+        parser.error(f"cannot write to run_dir {settings.run_dir}: {error}")
     with tempfile.TemporaryDirectory(prefix="slotserve-") as scratch:
         environment = {
             **os.environ,
@@ -70,38 +76,50 @@ def main() -> int:
         if not args.python_proxy:
             environment |= haproxy(scratch)
         command = [str(Path(sys.executable).with_name("serve")), "run", str(args.config)]
-        # A shell starts what is in the background with a deaf ear to Ctrl-C, the signal Ray Serve leaves on.
-        hear = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-        # In a process group of its own it hears Ctrl-C through us alone: a second one breaks off its leaving.
-        server = subprocess.Popen(
-            command,
-            env=environment,
-            preexec_fn=hear,
-            process_group=0,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        _stop_with_us(server)
+        with _started(command, environment, log) as (server, asked):
+            with console.status("Starting Ray, loading the model ..."):
+                ready = _wait(server, url)
+            if ready:
+                greeting = _greeting(url, bool(settings.api_keys()), log)
+                console.print(greeting, highlight=False, soft_wrap=True)
+            elif server.poll() is None:
+                console.print(f"[red]Not ready after {READY_TIMEOUT:.0f} s.")
+                server.send_signal(signal.SIGINT)
+            code = server.wait()
+            if not asked and (code or not ready):
+                show(log.tail())
+                console.print(
+                    f"[red]Ray Serve has ended.[/] All that was printed: {log.path}", soft_wrap=True
+                )
+            return code if ready else code or 1
+
+
+@contextmanager
+def _started(
+    command: Sequence[str], environment: Mapping[str, str], log: ServeLog
+) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
+    """The server and, as they come, the signals that asked it to end. It ends with the block."""
+    # A shell starts what is in the background with a deaf ear to Ctrl-C, the signal Ray Serve leaves on.
+    hear = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    # In a process group of its own it hears Ctrl-C through us alone: a second one breaks off its leaving.
+    server = subprocess.Popen(
+        command,
+        env=environment,
+        preexec_fn=hear,
+        process_group=0,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        asked = _stop_with_us(server)
         assert server.stdout is not None
-        show = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
-        log = ServeLog(server.stdout, path, show, everything=args.verbose)
-        log.start()
-        with console.status("Starting Ray, loading the model ..."):
-            ready = _wait(server, url)
-        if ready:
-            greeting = _greeting(url, bool(settings.api_keys()), log.dashboard, path)
-            console.print(greeting, highlight=False, soft_wrap=True)
-            return server.wait()
+        log.read(server.stdout)
+        yield server, asked
+    finally:
         if server.poll() is None:
             server.send_signal(signal.SIGINT)
             server.wait()
-            show(log.tail())
-            console.print(f"[red]Not ready after {READY_TIMEOUT:.0f} s.[/] All that was printed: {path}")
-            return 1
-        if server.returncode > 0:
-            show(log.tail())
-            console.print(f"[red]Ray Serve ended before it was ready.[/] All that was printed: {path}")
-        return server.returncode
+        log.join(timeout=1)
 
 
 def _section(parent: dict[str, Any], name: str, default: T) -> T:
@@ -161,15 +179,16 @@ def _wait(server: subprocess.Popen[bytes], url: str) -> bool:
     return False
 
 
-def _stop_with_us(server: subprocess.Popen[bytes]) -> None:
-    """Whatever ends this process ends the server as Ctrl-C does; else it would stay, an orphan."""
-    told = False
+def _stop_with_us(server: subprocess.Popen[bytes]) -> list[int]:
+    """Ctrl-C, SIGTERM and the end of the terminal end the server as Ctrl-C does; else it would stay, an
+    orphan. Returns the list that such signals are added to."""
+    asked: list[int] = []
 
-    def stop(*_: object) -> None:
-        nonlocal told
-        # Who asks twice cannot wait.
-        server.send_signal(signal.SIGTERM if told else signal.SIGINT)
-        told = True
+    def stop(number: int, _: object) -> None:
+        # Who asks twice cannot wait; but a terminal that closes says so twice by itself.
+        impatient = asked and number != signal.SIGHUP
+        server.send_signal(signal.SIGTERM if impatient else signal.SIGINT)
+        asked.append(number)
 
     heard = [signal.SIGINT, signal.SIGTERM]
     # nohup has it ignored.
@@ -177,9 +196,10 @@ def _stop_with_us(server: subprocess.Popen[bytes]) -> None:
         heard.append(signal.SIGHUP)
     for each in heard:
         signal.signal(each, stop)
+    return asked
 
 
-def _greeting(url: str, keys: bool, dashboard: str | None, log: Path) -> str:
+def _greeting(url: str, keys: bool, log: ServeLog) -> str:
     key = "-H 'Authorization: Bearer YOUR_KEY' " if keys else ""
     ray = Path(sys.executable).with_name("ray")
     return f"""
@@ -190,8 +210,8 @@ def _greeting(url: str, keys: bool, dashboard: str | None, log: Path) -> str:
          "max_tokens": 64, "stream": true}}'
 
 Watch the batch:   {url}/
-Ray dashboard:     {dashboard or "off"} (its token: {ray} get-auth-token)
-All of Ray's log:  {log}
+Ray dashboard:     {log.dashboard or "off"} (its token: {ray} get-auth-token)
+All of Ray's log:  {log.path}
 Ctrl-C stops it.
 """
 

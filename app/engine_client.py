@@ -382,7 +382,8 @@ class EngineClient:
         placed = [flight for flight in flights if connection.flights.get(flight.request.id) is flight]
         for flight in placed:
             flight.stream = stream
-        requests = [flight.resumed() if again else flight.request for flight in placed]
+        # Frames may have overtaken an answer that came too late.
+        requests = [flight.resumed() if again or flight.tokens else flight.request for flight in placed]
         error: QueueFullError | NoEngineError
         try:
             async with asyncio.timeout(None if again else SUBMIT_SECONDS):
@@ -399,12 +400,13 @@ class EngineClient:
                 self._strand(connection)
             return None
         except TimeoutError:
-            # It may take them yet, once it answers again.
-            self._spawn(_quietly(engine.abort([request.id for request in requests], "abort")))
             error = NoEngineError(f"{connection.name} has not answered for {SUBMIT_SECONDS:g} s")
         untaken = [flight for flight in placed if flight.stream == stream and not flight.over]
         for flight in untaken:
             connection.flights.pop(flight.request.id, None)
+        if isinstance(error, NoEngineError):
+            # It may take them yet, once it answers again.
+            self._spawn(_quietly(engine.abort([flight.request.id for flight in untaken], "abort")))
         return _Refusal(connection, untaken, error)
 
     async def _keep(self, connection: _Connection) -> None:

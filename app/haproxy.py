@@ -31,7 +31,8 @@ def haproxy(scratch: str) -> dict[str, str]:
 
     Its files live in the directory `scratch`. Its ports are free ones, chosen anew at every call.
     """
-    metrics, stats = free_port(), free_port()
+    free = _free_of(FREE_PORTS)
+    metrics, stats, fallback_http, fallback_grpc = (str(next(free)) for _ in range(4))
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
@@ -45,10 +46,10 @@ def haproxy(scratch: str) -> dict[str, str]:
         # The defaults are fixed paths and ports. On ports that share gladly (SO_REUSEPORT) two servers of
         # one machine would answer each other's requests.
         **_replica_ports(),
-        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
-        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(free_port()),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": fallback_http,
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": fallback_grpc,
+        "RAY_SERVE_HAPROXY_METRICS_PORT": metrics,
+        "RAY_SERVE_HAPROXY_STATS_PORT": stats,
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{scratch}/haproxy.cfg",
         "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{scratch}/admin.sock",
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": scratch,
@@ -57,7 +58,7 @@ def haproxy(scratch: str) -> dict[str, str]:
     }
 
 
-def _on_loopback(scratch: Path, *ports: int) -> dict[str, str]:
+def _on_loopback(scratch: Path, *ports: str) -> dict[str, str]:
     """HAProxy started by a script that takes these ports off the network first.
 
     Nothing, and Ray starts HAProxy its own way, where there is no HAProxy or `scratch` runs no programs.
@@ -69,7 +70,7 @@ def _on_loopback(scratch: Path, *ports: int) -> dict[str, str]:
     except (ImportError, OSError):
         return {}
     start = scratch / "haproxy"
-    start.write_text(START.format(ports="|".join(map(str, ports)), binary=shlex.quote(binary)))
+    start.write_text(START.format(ports="|".join(ports), binary=shlex.quote(binary)))
     start.chmod(0o755)
     return {"RAY_SERVE_HAPROXY_BINARY_PATH": str(start)} if os.access(start, os.X_OK) else {}
 

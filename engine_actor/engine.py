@@ -24,7 +24,7 @@ from engine_actor.request import FinishReason, Output, Phase, PreemptReason, Req
 from engine_actor.scheduler import Mode, Plan, Scheduler, Work
 from model import sampler
 from model.batch import Batch, SlotModel
-from model.sampler import Sampled
+from model.sampler import InvalidLogits, Sampled
 from model.slot_kv import SlotKV
 from policies.base import Policy
 
@@ -220,24 +220,20 @@ class Engine:
             return
         forward = sum(interval.phase in ("prefill", "decode") for interval in record.intervals)
         spans = [_span(work, forward) for work in works]
-        try:
-            with _timed(record, phase):
-                batch, scored = self._batch(works, padding)
-                logits = self.model.forward(batch, self.kv)
-        except torch.AcceleratorError:
-            raise
-        except Exception as error:
-            log.exception("step %d: a forward of %d requests failed", record.number, len(works))
+        with _timed(record, phase):
+            batch, scored = self._batch(works, padding)
+            logits = _attempt(self.model.forward, batch, self.kv)
+        self.progressed = time.monotonic()
+        if isinstance(logits, Exception):
             record.errors += 1
             if len(works) > 1:
+                log.error("step %d: a forward of %d requests failed: %s", record.number, len(works), logits)
                 for work in works:
                     self._compute([work], record, outputs, phase)
             else:
                 record.spans += spans
-                outputs.append(self._fail(works[0].request, record, error))
+                outputs.append(self._fail(works[0].request, record, logits))
             return
-        finally:
-            self.progressed = time.monotonic()
         for work in works:
             work.request.computed += work.count
             self.kv.lengths[work.request.slot] = work.request.computed
@@ -414,7 +410,10 @@ def _attempt(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | Exc
     except torch.AcceleratorError:
         raise
     except Exception as error:
-        return error
+        if not isinstance(error, InvalidLogits):
+            log.exception("a forward or the sampling of it failed")
+        # The frames would hold on to all of a failed forward's memory, which the next one may need.
+        return error.with_traceback(None)
 
 
 @contextmanager

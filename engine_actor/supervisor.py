@@ -122,18 +122,17 @@ class Supervisor:
         An engine notices by itself when its steps stall, but not when all of its process stands still.
         """
         lifetime = asyncio.ensure_future(actor.lifetime.remote())
-        while True:
-            ping = asyncio.ensure_future(actor.ping.remote())
-            answered, _ = await asyncio.wait(
-                {lifetime, ping}, timeout=self._config.stall_seconds, return_when=asyncio.FIRST_COMPLETED
-            )
-            if not answered:
-                ping.cancel()
-                lifetime.cancel()
-                raise TimeoutError(f"its process has not answered for {self._config.stall_seconds:g} s")
-            for answer in answered:
-                answer.result()
-            await asyncio.wait({lifetime}, timeout=PING_SECONDS)
+        try:
+            while not lifetime.done():
+                try:
+                    await asyncio.wait_for(actor.ping.remote(), self._config.stall_seconds)
+                except TimeoutError:
+                    silence = f"its process has not answered for {self._config.stall_seconds:g} s"
+                    raise TimeoutError(silence) from None
+                await asyncio.wait({lifetime}, timeout=PING_SECONDS)
+            lifetime.result()
+        finally:
+            lifetime.cancel()
 
     async def _change(self, index: int, alive: Incarnation | None, failure: str | None = None) -> None:
         async with self._changed:

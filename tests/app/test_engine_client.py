@@ -334,6 +334,37 @@ def test_an_engine_that_does_not_take_requests_in_time_is_passed_over(
     run(scenario())
 
 
+def test_an_engine_that_says_too_late_that_it_took_requests_leaves_their_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Frames overtake the answer: whoever goes on elsewhere does so from the tokens that came."""
+    monkeypatch.setattr(engine_client, "SUBMIT_SECONDS", 0.2)
+    resumed: list[int] = []
+
+    async def scenario() -> None:
+        async with client_of(LocalDirectory(build_toy())) as client:
+            expected = await tokens_of(await client.generate(requests(2, max_tokens=30)))
+        directory = LocalDirectory(build_toy(seconds=0.03))
+        async with client_of(directory, engines=2) as client:
+            await until(lambda: None not in client.statuses().values())
+            first, second = directory.engines[0].submit, directory.engines[1].submit
+
+            async def late(replica: str, sent: Sequence[Request], again: bool) -> None:
+                await first(replica, sent, again)
+                await asyncio.Event().wait()
+
+            async def noted(replica: str, sent: Sequence[Request], again: bool) -> str | None:
+                resumed.extend(len(request.resumed) for request in sent)
+                return await second(replica, sent, again)
+
+            monkeypatch.setattr(directory.engines[0], "submit", late)
+            monkeypatch.setattr(directory.engines[1], "submit", noted)
+            assert await tokens_of(await client.generate(requests(2, max_tokens=30))) == expected
+            assert any(resumed)
+
+    run(scenario())
+
+
 def test_a_silent_replica_loses_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine_actor.actor.LEASE_SECONDS", 0.2)
     monkeypatch.setattr("app.engine_client.LEASE_SECONDS", 1000.0)

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -79,6 +80,9 @@ def test_a_route_prefix_is_part_of_every_address(
 
     def get(url: str, timeout: float) -> httpx.Response:
         asked.append(url)
+        for thread in threading.enumerate():
+            if thread.name == "serve-log":
+                thread.join()
         return httpx.Response(200)
 
     url = f"http://127.0.0.1:{(port := free_port())}/llm"
@@ -97,8 +101,8 @@ def test_a_route_prefix_is_part_of_every_address(
     assert "http://127.0.0.1:8266 " in told
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_whatever_ends_the_launcher_ends_the_whole_server(number: signal.Signals) -> None:
+@pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGINT], [signal.SIGHUP, signal.SIGHUP]])
+def test_whatever_ends_the_launcher_ends_the_whole_server(numbers: list[signal.Signals]) -> None:
     directory = Path(tempfile.mkdtemp(prefix="ss-", dir="/tmp"))
     port = free_port()
     config = {
@@ -137,7 +141,8 @@ def test_whatever_ends_the_launcher_ends_the_whole_server(number: signal.Signals
         assert "bit-exact" in before
         assert "ServeController" not in before
         assert "ServeController" in (directory / "run" / "serve.log").read_text()
-        process.send_signal(number)
+        for number in numbers:
+            process.send_signal(number)
         process.wait(60)
         deadline = time.monotonic() + 15
         while server.pids() and time.monotonic() < deadline:
@@ -176,9 +181,27 @@ def test_the_log_shows_what_is_ours_or_wrong_and_keeps_all(tmp_path: Path) -> No
     ]
     shown: list[str] = []
     printed = [f"{line}\n".encode() for line in lines]
-    log = ServeLog(printed, tmp_path / "serve.log", shown.append, everything=False)
-    log.start()
+    log = ServeLog(tmp_path / "serve.log", shown.append)
+    log.read(printed)
     log.join()
     assert shown == lines[1:]
     plain = ["(ServeController pid=1) INFO Deploying", *lines[1:]]
     assert (tmp_path / "serve.log").read_text().splitlines() == log.tail().splitlines() == plain
+
+
+def test_a_screen_that_is_gone_does_not_stop_the_log(tmp_path: Path) -> None:
+    def show(line: str) -> None:
+        raise OSError("the terminal is closed")
+
+    log = ServeLog(tmp_path / "serve.log", show)
+    log.read([b"(slotserve-engine-0 pid=2) line %d\n" % number for number in range(9)])
+    log.join()
+    assert len((tmp_path / "serve.log").read_text().splitlines()) == 9
+
+
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    text = (
+        f"applications: [{{args: {{run_dir: {tmp_path / 'file'}}}}}]\nhttp_options: {{port: {free_port()}}}"
+    )
+    assert "cannot write to run_dir" in refusal(tmp_path, text)

@@ -58,7 +58,7 @@ def test_a_closed_loop_is_queued_in_order_behind_a_plug_and_starts_when_that_has
 @pytest.mark.parametrize(
     ("behaviour", "delay", "complaint"),
     [
-        ("first one late", 0.001, "the plug left after 64 tokens, before all 8 were queued"),
+        ("first one late", 0.0, "the plug left after 64 tokens, before all 8 were queued"),
         ("refuses", 0.001, "the plug was refused: HTTP 429: .*the queue is full"),
         ("breaks off", 0.01, "the plug broke off"),
         ("error event", 0.01, "the plug broke off"),

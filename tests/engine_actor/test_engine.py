@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -143,6 +144,28 @@ def test_a_failed_forward_ends_the_culprit_and_changes_nobodys_answer(mode: Mode
         engine.step()
     assert {item.id: item.output for item in requests} == expected
     assert engine.kv.free_slots == engine.kv.num_slots
+
+
+def test_a_failed_forward_lets_go_of_its_memory_before_it_is_repeated() -> None:
+    class Large(torch.Tensor):
+        pass
+
+    class Hoards(FakeModel):
+        held: weakref.ref[Large] | None = None
+
+        def forward(self, batch: Batch, kv: SlotKV) -> torch.Tensor:
+            if len(set(batch.slots)) > 1:
+                activations = Large(9)
+                self.held = weakref.ref(activations)
+                raise torch.OutOfMemoryError("too many rows")
+            assert self.held is None or self.held() is None
+            return super().forward(batch, kv)
+
+    model = Hoards()
+    engine = Engine(model, fake_kv(), Fcfs())
+    outputs = run(engine, [request(f"r{i}", [i], 3) for i in range(3)])
+    assert model.held is not None
+    assert {len(output) for output in outputs.values()} == {3}
 
 
 def test_a_request_that_the_sampler_chokes_on_ends_alone() -> None:
