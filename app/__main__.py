@@ -186,8 +186,8 @@ def _stop_with_us(server: subprocess.Popen[bytes]) -> list[int]:
 
     def stop(number: int, _: object) -> None:
         # Who asks twice cannot wait; but a terminal that closes says so twice by itself.
-        impatient = asked and number != signal.SIGHUP
-        server.send_signal(signal.SIGTERM if impatient else signal.SIGINT)
+        if not (asked and number == signal.SIGHUP):
+            server.send_signal(signal.SIGTERM if asked else signal.SIGINT)
         asked.append(number)
 
     heard = [signal.SIGINT, signal.SIGTERM]

@@ -73,9 +73,13 @@ def test_a_route_prefix_is_part_of_every_address(
         def __init__(self, *_: object, **__: object) -> None:
             self.stdout = [b"View the dashboard at \x1b[1mhttp://127.0.0.1:8266\x1b[22m\n"]
 
-        def poll(self) -> None: ...
+        returncode: int | None = None
+
+        def poll(self) -> int | None:
+            return self.returncode
 
         def wait(self) -> int:
+            self.returncode = 0
             return 0
 
     def get(url: str, timeout: float) -> httpx.Response:
