@@ -131,6 +131,8 @@ def test_whatever_ends_the_launcher_ends_the_whole_server(numbers: list[signal.S
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            # Under nohup the tests have it ignored, and so would the launcher.
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
         )
     server = Server(f"http://127.0.0.1:{port}", process, directory)
     try:
