@@ -74,21 +74,7 @@ def served(
     HAProxy stands in front of it, as in `make serve`.
     """
     directory = Path(tempfile.mkdtemp(prefix="ss-", dir="/tmp"))
-    port = free_port()
-    config = {
-        "proxy_location": "HeadOnly",
-        "http_options": {"host": "127.0.0.1", "port": port},
-        "grpc_options": {"port": free_port()},
-        "applications": [
-            {
-                "name": "slotserve",
-                "route_prefix": "/",
-                "import_path": "app.ingress:build",
-                "args": {"run_dir": str(directory / "run"), **(settings or {})},
-            }
-        ],
-    }
-    (directory / "config.yaml").write_text(yaml.safe_dump(config))
+    port = write_config(directory, settings)
     env = {
         **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
         "RAY_TMPDIR": str(directory),
@@ -115,6 +101,26 @@ def served(
     finally:
         stop(server)
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def write_config(directory: Path, settings: Mapping[str, Any] | None = None) -> int:
+    """Write `config.yaml` for a server whose files lie in `directory`. Returns its HTTP port, a free one."""
+    port = free_port()
+    config = {
+        "proxy_location": "HeadOnly",
+        "http_options": {"host": "127.0.0.1", "port": port},
+        "grpc_options": {"port": free_port()},
+        "applications": [
+            {
+                "name": "slotserve",
+                "route_prefix": "/",
+                "import_path": "app.ingress:build",
+                "args": {"run_dir": str(directory / "run"), **(settings or {})},
+            }
+        ],
+    }
+    (directory / "config.yaml").write_text(yaml.safe_dump(config))
+    return port
 
 
 def stop(server: Server) -> list[int]:

@@ -1,6 +1,6 @@
 """The server that tests share; see bench/serving.py."""
 
 from app.haproxy import free_port
-from bench.serving import ROOT, Server, served, stop
+from bench.serving import ROOT, Server, served, stop, write_config
 
-__all__ = ["ROOT", "Server", "free_port", "served", "stop"]
+__all__ = ["ROOT", "Server", "free_port", "served", "stop", "write_config"]

@@ -16,6 +16,7 @@ from engine_actor.actor import EngineActor, StepLoop
 from engine_actor.engine import Engine, StepRecord
 from engine_actor.messages import EngineInfo, EngineStatus, Frame
 from engine_actor.request import Output, Request
+from engine_actor.scheduler import Mode
 from engine_actor.step_wire import decode_step, unpack_steps
 from model.batch import Batch
 from model.sampler import SamplingParams
@@ -61,9 +62,11 @@ class Recorder:
         ]
 
 
-def start(recorder: Recorder, model: FakeModel, max_waiting: int = 10) -> StepLoop:
+def start(
+    recorder: Recorder, model: FakeModel, max_waiting: int = 10, slots: int = 2, mode: Mode = "chunked"
+) -> StepLoop:
     def build() -> tuple[Engine, EngineInfo]:
-        return Engine(model, fake_kv(num_slots=2), Fcfs()), INFO
+        return Engine(model, fake_kv(num_slots=slots), Fcfs(), mode=mode), INFO
 
     loop = StepLoop(
         build,
@@ -327,20 +330,7 @@ def test_a_long_step_of_many_forwards_is_no_stall() -> None:
 
     longest: list[float] = []
     recorder = Recorder()
-
-    def build() -> tuple[Engine, EngineInfo]:
-        return Engine(Slow(), fake_kv(num_slots=6), Fcfs(), mode="separate"), INFO
-
-    loop = StepLoop(
-        build,
-        max_waiting=10,
-        ready=lambda info: recorder.ready.set(),
-        deliver=recorder.deliver,
-        fail=recorder.fail,
-        observers=[recorder],
-    )
-    loop.start()
-    assert recorder.ready.wait(5)
+    loop = start(recorder, Slow(), slots=6, mode="separate")
     loop.submit("replica", [request(f"r{i}", 1) for i in range(6)])
     until(lambda: len(recorder.ended) == 6)
     loop.stop()
