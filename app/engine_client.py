@@ -20,8 +20,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
-from engine_actor.actor import LEASE_SECONDS
-from engine_actor.messages import EngineFailedError, EngineInfo, EngineStatus, Frame
+from engine_actor.messages import LEASE_SECONDS, EngineFailedError, EngineInfo, EngineStatus, Frame
 from engine_actor.request import FinishReason, Output, Request
 from engine_actor.step_wire import unpack_steps
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from model.sampler import MAX_LOGPROBS, SamplingParams
+from model.executor import MAX_LOGPROBS, SamplingParams
 
 MAX_STOPS = 4
 MAX_STOP_LENGTH = 1000

@@ -9,7 +9,7 @@ from typing import Any
 from app.openai_api import finite
 from app.text import Detokenizer, StopStrings, Tokenizer
 from engine_actor.request import Output
-from model.sampler import Sampled
+from model.executor import Sampled
 
 
 @dataclass(frozen=True, slots=True)

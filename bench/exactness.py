@@ -16,7 +16,7 @@ from engine_actor.engine import Engine
 from engine_actor.request import Request
 from engine_actor.scheduler import Mode
 from model.batch import Batch, SlotModel
-from model.sampler import Sampled, SamplingParams
+from model.executor import Sampled, SamplingParams
 from model.slot_kv import SlotKV
 from policies.fcfs import Fcfs
 

@@ -19,7 +19,7 @@ from bench.report import Report, percentiles
 from engine_actor.engine import Engine
 from engine_actor.request import Request
 from model.batch import Batch
-from model.sampler import SamplingParams
+from model.executor import SamplingParams
 from model.slot_kv import SlotKV
 from policies import POLICIES, load_policy
 

@@ -22,7 +22,7 @@ from bench.report import MUTED, PALETTE, Advance, Report
 from bench.workload import HeavyTail, Shape, Workload, build
 from engine_actor.engine import Engine, StepRecord
 from model.batch import Batch
-from model.sampler import Sampled
+from model.executor import Sampled
 from model.transformer import Transformer
 from policies import POLICIES, load_policy
 

@@ -32,7 +32,7 @@ from engine_actor.metrics import EngineMetrics
 from engine_actor.request import Request
 from engine_actor.span_export import JsonLinesExporter, SpanSink, service_resource
 from engine_actor.telemetry import Telemetry
-from model.sampler import SamplingParams
+from model.executor import SamplingParams
 
 BAR = 0.98
 PROMPT_TOKENS = 32

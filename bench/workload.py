@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from bench.report import BenchError
 from engine_actor.request import Request
-from model.sampler import SamplingParams
+from model.executor import SamplingParams
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

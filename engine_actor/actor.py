@@ -19,15 +19,13 @@ from typing import Protocol
 from prometheus_client.metrics_core import Metric
 
 from engine_actor.engine import Engine, RequestRefusedError, StepRecord
-from engine_actor.messages import EngineInfo, EngineStatus, Frame
+from engine_actor.messages import LEASE_SECONDS, EngineInfo, EngineStatus, Frame
 from engine_actor.request import FinishReason, Output, Request
 from engine_actor.step_wire import pack_steps
 from engine_actor.telemetry import Telemetry
 
 log = logging.getLogger(__name__)
 
-LEASE_SECONDS = 10.0
-"""A replica not heard from for so long is gone, and its requests with it."""
 STATUS_SECONDS = 0.25
 """How stale a replica's view of an engine that steps for others may become."""
 FRAMES_PER_STREAM = 100_000

@@ -14,9 +14,9 @@ from engine_actor.messages import EngineConfig, EngineInfo
 from engine_actor.request import Request
 from model import sampler
 from model.batch import Batch
+from model.executor import SamplingParams
 from model.files import find_model
 from model.loader import load_model
-from model.sampler import SamplingParams
 from model.slot_kv import SlotKV
 from model.transformer import Transformer
 from policies import load_policy

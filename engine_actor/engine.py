@@ -24,7 +24,8 @@ from engine_actor.request import FinishReason, Output, Phase, PreemptReason, Req
 from engine_actor.scheduler import Mode, Plan, Scheduler, Work
 from model import sampler
 from model.batch import Batch, SlotModel
-from model.sampler import InvalidLogits, Sampled
+from model.executor import Sampled
+from model.sampler import InvalidLogits
 from model.slot_kv import SlotKV
 from policies.base import Policy
 

@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 from engine_actor.request import Output
 
+LEASE_SECONDS = 10.0
+"""A replica not heard from for so long is gone, and its requests with it; an engine likewise."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:

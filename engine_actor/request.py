@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Literal
 
-from model.sampler import Sampled, SamplingParams
+from model.executor import Sampled, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

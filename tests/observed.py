@@ -24,7 +24,7 @@ from engine_actor.metrics import EngineMetrics
 from engine_actor.scheduler import Mode
 from engine_actor.telemetry import Telemetry
 from model.batch import Batch
-from model.sampler import SamplingParams
+from model.executor import SamplingParams
 from model.slot_kv import SlotKV
 from policies.fcfs import Fcfs
 from tests.fakes import FakeModel, fake_kv

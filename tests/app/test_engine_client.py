@@ -25,12 +25,11 @@ from app.engine_client import (
     QueueFullError,
     RayEngine,
 )
-from engine_actor.actor import LEASE_SECONDS
 from engine_actor.engine import Engine
-from engine_actor.messages import EngineFailedError, EngineInfo, EngineStatus, Frame
+from engine_actor.messages import LEASE_SECONDS, EngineFailedError, EngineInfo, EngineStatus, Frame
 from engine_actor.request import Request
 from model.batch import Batch
-from model.sampler import SamplingParams
+from model.executor import SamplingParams
 from model.slot_kv import SlotKV
 from tests.app.engines import POISON, LocalDirectory, LocalEngine, PacedModel, build_toy
 

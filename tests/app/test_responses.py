@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from app.responses import Answer, Choice, Token, chat_logprobs, completion_logprobs, prompt_logprobs
 from app.text import Tokenizer
 from engine_actor.request import FinishReason, Output
-from model.sampler import Sampled
+from model.executor import Sampled
 
 TEXTS = st.text("ab é🎉", min_size=1, max_size=12)
 

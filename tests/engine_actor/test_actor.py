@@ -19,7 +19,7 @@ from engine_actor.request import Output, Request
 from engine_actor.scheduler import Mode
 from engine_actor.step_wire import decode_step, unpack_steps
 from model.batch import Batch
-from model.sampler import SamplingParams
+from model.executor import SamplingParams
 from model.slot_kv import SlotKV
 from policies.fcfs import Fcfs
 from tests.fakes import VOCAB, FakeModel, fake_kv, fake_telemetry

@@ -13,7 +13,7 @@ from engine_actor.engine import Engine, StepRecord
 from engine_actor.request import Request
 from engine_actor.scheduler import Mode
 from engine_actor.step_wire import decode_step, encode_step
-from model.sampler import SamplingParams
+from model.executor import SamplingParams
 from policies.fcfs import Fcfs
 from tests.fakes import FakeModel, fake_kv
 

@@ -13,7 +13,7 @@ from engine_actor.engine import Engine, RequestRefusedError
 from engine_actor.request import Request
 from engine_actor.scheduler import Mode
 from model.batch import Batch
-from model.sampler import SamplingParams
+from model.executor import SamplingParams
 from model.slot_kv import SlotKV
 from policies.fcfs import Fcfs
 from policies.static import Static

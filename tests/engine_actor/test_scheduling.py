@@ -17,7 +17,7 @@ from bench.scheduler import NullModel
 from engine_actor.engine import Engine
 from engine_actor.request import Phase, PreemptReason, Request
 from engine_actor.scheduler import Mode, Plan
-from model.sampler import SamplingParams
+from model.executor import SamplingParams
 from policies import POLICIES, load_policy
 from policies.base import Policy, Schedulable
 from policies.fair import Fair

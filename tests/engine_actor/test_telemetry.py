@@ -26,7 +26,7 @@ from engine_actor.spans import MAX_REQUEST_IDS, parse_context
 from engine_actor.step_wire import decode_step, pack_steps, unpack_steps
 from engine_actor.telemetry import BACKLOG, Telemetry
 from model.batch import Batch
-from model.sampler import SamplingParams
+from model.executor import SamplingParams
 from model.slot_kv import SlotKV
 from policies.fcfs import Fcfs
 from tests.fakes import FakeModel, fake_kv

@@ -13,7 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.sampler import InvalidLogits, SamplingParams, prompt_logprobs, sample, uniform
+from model.executor import SamplingParams
+from model.sampler import InvalidLogits, prompt_logprobs, sample, uniform
 
 VOCAB = 1000
 

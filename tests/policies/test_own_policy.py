@@ -11,7 +11,7 @@ import pytest
 from bench.scheduler import NullModel
 from engine_actor.engine import Engine
 from engine_actor.request import Request
-from model.sampler import SamplingParams
+from model.executor import SamplingParams
 from policies import load_policy
 from tests.fakes import fake_kv
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from engine_actor.request import Request
-from model.sampler import SamplingParams
+from model.executor import SamplingParams
 from policies import POLICIES, PolicyError, load_policy
 from policies.base import Policy
 from policies.fair import REMEMBERED_IDLE_TENANTS, Fair
