@@ -10,22 +10,18 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import time
-from collections.abc import AsyncIterator, Awaitable, Collection, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from collections.abc import Collection, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from prometheus_client.metrics_core import Metric
-from ray.actor import ActorHandle
-from ray.exceptions import RayError, RayTaskError
-from ray.serve.exceptions import RayServeException
-
+from app.connection import Connection
+from app.engine_port import Directory, DirectoryLostError, Engine, EngineLostError, NotAttachedError
+from app.flight import Flight
+from app.generation import Generation
 from engine_actor.messages import LEASE_SECONDS, EngineFailedError, EngineInfo, EngineStatus, Frame
-from engine_actor.request import FinishReason, Output, Request
-from engine_actor.step_wire import unpack_steps
+from engine_actor.request import FinishReason, Request
 
 log = logging.getLogger("ray.serve")
-T = TypeVar("T")
 
 MAX_RESUMES = 3
 """Engine deaths one request may live through; it may itself be what kills them."""
@@ -35,6 +31,8 @@ before it has got past the token at which the last engine died; a death until th
 REATTACH_SECONDS = 0.25
 RETRY_SECONDS = 1.0
 """Between questions for an engine that cannot be had at the moment."""
+RENEWAL_PAUSE, RENEWAL_LIMIT = 0.1, 0.3
+"""Between two renewals of a lease, and the longest that one may take, of its term: some may fail."""
 SUBMIT_SECONDS = 10.0
 """An engine that has not taken a request by then is passed over."""
 
@@ -47,208 +45,13 @@ class NoEngineError(RuntimeError):
     """Every engine is down or starting."""
 
 
-class EngineLostError(ConnectionError):
-    """The engine does not answer any more, or has forgotten this replica."""
-
-
-class NotAttachedError(EngineLostError):
-    """The engine lives, and has forgotten this replica."""
-
-
-class Engine(Protocol):
-    """What the client asks of an engine; every method raises EngineLostError once it is gone."""
-
-    def frames(self, replica: str) -> AsyncIterator[Frame]: ...
-    async def submit(self, replica: str, requests: Sequence[Request], again: bool) -> str | None: ...
-    async def abort(self, request_ids: Sequence[str], reason: FinishReason) -> None: ...
-    async def renew(self, replica: str) -> EngineStatus: ...
-    async def detach(self, replica: str) -> None: ...
-
-
-class Directory(Protocol):
-    """Where engines are found."""
-
-    async def engine(self, index: int) -> tuple[str, Engine, EngineInfo]:
-        """Name, engine and description of engine `index`, as soon as it lives.
-
-        Raises EngineFailedError if it cannot be built for now.
-        """
-        ...
-
-
-class RayEngine:
-    """An engine actor behind the Engine protocol."""
-
-    def __init__(self, actor: ActorHandle) -> None:
-        self._actor = actor
-
-    async def frames(self, replica: str) -> AsyncIterator[Frame]:
-        """See EngineActor.frames."""
-        try:
-            async for reference in self._actor.frames.remote(replica):
-                yield await reference
-        except RayError as error:
-            raise EngineLostError(str(error)) from error
-
-    async def submit(self, replica: str, requests: Sequence[Request], again: bool) -> str | None:
-        """See EngineActor.submit."""
-        refusal: str | None = await self._call(self._actor.submit.remote(replica, requests, again))
-        return refusal
-
-    async def abort(self, request_ids: Sequence[str], reason: FinishReason) -> None:
-        """See EngineActor.abort."""
-        await self._call(self._actor.abort.remote(request_ids, reason))
-
-    async def renew(self, replica: str) -> EngineStatus:
-        """See EngineActor.renew."""
-        status: EngineStatus = await self._call(self._actor.renew.remote(replica))
-        return status
-
-    async def detach(self, replica: str) -> None:
-        """See EngineActor.detach."""
-        await self._call(self._actor.detach.remote(replica))
-
-    async def news(self, since: int) -> tuple[int, bytes]:
-        """See EngineActor.news."""
-        news: tuple[int, bytes] = await self._call(self._actor.news.remote(since))
-        return news
-
-    async def history(self, seconds: float) -> list[bytes]:
-        """See EngineView."""
-        packed: bytes = await self._call(self._actor.history.remote(seconds))
-        return await asyncio.to_thread(unpack_steps, packed)
-
-    async def figures(self) -> list[Metric]:
-        """See EngineActor.figures."""
-        families: list[Metric] = await self._call(self._actor.figures.remote())
-        return families
-
-    async def _call(self, reference: Awaitable[T]) -> T:
-        try:
-            return await reference
-        except RayError as error:
-            forgotten = isinstance(error, RayTaskError) and isinstance(error.cause, LookupError)
-            raise (NotAttachedError if forgotten else EngineLostError)(str(error)) from error
-
-
-@dataclass(eq=False)
-class _Flight:
-    """One request under way: what it would take to start it again elsewhere."""
-
-    request: Request
-    sequence: int
-    outputs: asyncio.Queue[tuple[int, Output]]
-    tokens: list[int] = field(default_factory=list)
-    fingerprint: str | None = None
-    """Of the engine it was placed on last."""
-    last_token: float | None = None
-    """When the last of `tokens` came."""
-    resumes: int = 0
-    earlier_preemptions: int = 0
-    """On engines that died."""
-    preemptions: int = 0
-    over: bool = False
-    """Ended, or nobody wants it any more."""
-    stream: int = 0
-    """The connection's when this was sent last; 0: not sent."""
-    moved: asyncio.Event = field(default_factory=asyncio.Event)
-    """A token, its end, or the death of its engine has come since this was last cleared."""
-
-    def push(self, output: Output) -> None:
-        if output.sampled is not None:
-            self.tokens.append(output.sampled.token)
-            self.last_token = time.time()
-        self.over = output.finish_reason is not None
-        self.preemptions = self.earlier_preemptions + output.num_preemptions
-        self.outputs.put_nowait((self.sequence, replace(output, num_preemptions=self.preemptions)))
-        self.moved.set()
-
-    def resumed(self) -> Request:
-        """The request that continues after the tokens received so far."""
-        self.earlier_preemptions = self.preemptions
-        params = self.request.params
-        if self.tokens and params.prompt_logprobs is not None:
-            params = replace(params, prompt_logprobs=None)
-        return replace(self.request, params=params, resumed=list(self.tokens), last_token=self.last_token)
-
-
-@dataclass(eq=False)
-class _Connection:
-    """One engine as this replica knows it."""
-
-    index: int
-    name: str = ""
-    engine: Engine | None = None
-    info: EngineInfo | None = None
-    status: EngineStatus = field(default_factory=EngineStatus)
-    stream: int = 0
-    """Number of the stream of frames that is read now, unlike that of any other."""
-    attachments: int = 0
-    """How often the engine has said that it has nothing of this replica's."""
-    flights: dict[str, _Flight] = field(default_factory=dict)
-    promised: int = 0
-    """Tokens placed here since the engine last said how busy it is."""
-    heard: float = 0.0
-    """When it last said anything."""
-
-    def hear(self, status: EngineStatus) -> None:
-        self.status = status
-        self.heard = time.monotonic()
-
-    @property
-    def slots(self) -> int:
-        return 0 if self.info is None else self.info.slots
-
-    @property
-    def held(self) -> int:
-        """Requests that run or wait there, or are on their way from here, as far as is known."""
-        return max(self.status.running + self.status.waiting, len(self.flights))
-
-    @property
-    def silent(self) -> float:
-        """Seconds without a word beyond what is usual: a frozen process or a lost network."""
-        quiet = time.monotonic() - self.heard
-        return quiet if quiet > LEASE_SECONDS else 0.0
-
-
 @dataclass(frozen=True)
 class _Refusal:
     """An engine has not taken what was sent there for the first time."""
 
-    connection: _Connection
-    flights: Sequence[_Flight]
+    connection: Connection
+    flights: Sequence[Flight]
     error: QueueFullError | NoEngineError
-
-
-class Generation:
-    """The outputs of some requests, merged as they arrive: `async for sequence, output in ...`.
-
-    Ends when every request has ended. `close` drops what has not, at any time.
-    """
-
-    def __init__(self, client: EngineClient, requests: Sequence[Request]) -> None:
-        self._client = client
-        self._outputs: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
-        self.flights = [_Flight(request, i, self._outputs) for i, request in enumerate(requests)]
-        self._ended: set[int] = set()
-
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Output]]:
-        while len(self._ended) < len(self.flights):
-            sequence, output = await self._outputs.get()
-            if sequence not in self._ended:
-                if output.finish_reason is not None:
-                    self._ended.add(sequence)
-                yield sequence, output
-
-    def end(self, sequence: int) -> None:
-        """The caller has found the end of this sequence: its slot is free, and it counts as finished."""
-        self._ended.add(sequence)
-        self._client.drop([self.flights[sequence]], "stop")
-
-    def close(self) -> None:
-        """Drop every sequence that has not ended."""
-        self._ended.update(flight.sequence for flight in self.flights)
-        self._client.drop(self.flights)
 
 
 class EngineClient:
@@ -259,10 +62,10 @@ class EngineClient:
         self._directory = directory
         self._max_waiting = max_waiting
         self._streams = itertools.count(1)
-        self._connections = [_Connection(index) for index in range(num_engines)]
+        self._connections = [Connection(index) for index in range(num_engines)]
         self._attached = asyncio.Condition()
         self._trial = asyncio.Lock()
-        self._suspect: _Flight | None = None
+        self._suspect: Flight | None = None
         """Whose trial it is."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: EngineFailedError | None = None
@@ -305,7 +108,7 @@ class EngineClient:
         """Place requests, all or none. Raises QueueFullError or NoEngineError."""
         if not self._live():
             raise NoEngineError("no engine is running at the moment; one is being started")
-        generation = Generation(self, requests)
+        generation = Generation(self.drop, requests)
         try:
             await self._place_new(generation.flights)
         except BaseException:
@@ -313,7 +116,7 @@ class EngineClient:
             raise
         return generation
 
-    def drop(self, flights: Iterable[_Flight], reason: FinishReason = "abort") -> None:
+    def drop(self, flights: Iterable[Flight], reason: FinishReason) -> None:
         """End requests wherever they are. Returns at once; what has ended is ignored."""
         unwanted = [flight for flight in flights if not flight.over]
         for flight in unwanted:
@@ -324,15 +127,15 @@ class EngineClient:
             if here and connection.engine is not None:
                 self._spawn(_quietly(connection.engine.abort(here, reason)))
 
-    def _live(self) -> list[_Connection]:
+    def _live(self) -> list[Connection]:
         return [connection for connection in self._connections if connection.engine is not None]
 
-    def _answering(self) -> list[_Connection]:
+    def _answering(self) -> list[Connection]:
         """The live engines that step and answer; all live ones if none does."""
         live = self._live()
         return [c for c in live if max(c.status.stalled, c.silent) <= LEASE_SECONDS] or live
 
-    def _best(self, fingerprint: str | None, refused: Collection[_Connection]) -> _Connection:
+    def _best(self, fingerprint: str | None, refused: Collection[Connection]) -> Connection:
         """The engine with most free KV, of those that answer and have not refused.
 
         If there is one, it computes like `fingerprint` and, as far as is known here, its queue has room.
@@ -342,12 +145,12 @@ class EngineClient:
         roomy = [c for c in alike if c.held < c.slots + self._max_waiting] or alike
         return max(roomy, key=lambda c: (c.status.free_kv - c.promised, -c.status.waiting))
 
-    async def _place_new(self, flights: Sequence[_Flight]) -> None:
+    async def _place_new(self, flights: Sequence[Flight]) -> None:
         """Place flights for the first time; what one engine refuses is offered to the others.
 
         Raises the refusal once every engine that answers has refused.
         """
-        refused: set[_Connection] = set()
+        refused: set[Connection] = set()
         while flights:
             refusals = await self._place(flights, again=False, refused=refused)
             refused.update(refusal.connection for refusal in refusals)
@@ -356,16 +159,15 @@ class EngineClient:
             flights = [flight for refusal in refusals for flight in refusal.flights]
 
     async def _place(
-        self, flights: Sequence[_Flight], *, again: bool, refused: Collection[_Connection] = ()
+        self, flights: Sequence[Flight], *, again: bool, refused: Collection[Connection] = ()
     ) -> list[_Refusal]:
         """Share flights out, each to the engine with most free KV but for those that have `refused`."""
-        shares: dict[_Connection, list[_Flight]] = {}
+        shares: dict[Connection, list[Flight]] = {}
         for flight in flights:
-            best = self._best(flight.fingerprint if flight.tokens else None, refused)
+            best = self._best(flight.fingerprint, refused)
             assert best.info is not None
-            if flight.tokens and best.info.fingerprint != flight.fingerprint:
+            if not flight.place(best.info.fingerprint):
                 log.warning("%s goes on where bits may differ, on %s", flight.request.id, best.name)
-            flight.fingerprint = best.info.fingerprint
             best.promised += len(flight.request.prompt) + len(flight.tokens)
             # Registered before it is sent: a frame may overtake the answer, and a death must find it.
             best.flights[flight.request.id] = flight
@@ -374,7 +176,7 @@ class EngineClient:
         return [refusal for refusal in await asyncio.gather(*sends) if refusal is not None]
 
     async def _send(
-        self, connection: _Connection, engine: Engine, flights: Sequence[_Flight], again: bool
+        self, connection: Connection, engine: Engine, flights: Sequence[Flight], again: bool
     ) -> _Refusal | None:
         stream, attachments = connection.stream, connection.attachments
         # One that was stranded since it was placed is on its way elsewhere.
@@ -408,7 +210,7 @@ class EngineClient:
             self._spawn(_quietly(engine.abort([flight.request.id for flight in untaken], "abort")))
         return _Refusal(connection, untaken, error)
 
-    async def _keep(self, connection: _Connection) -> None:
+    async def _keep(self, connection: Connection) -> None:
         """Stay attached to engine `index` through all its lives."""
         while True:
             pause = RETRY_SECONDS
@@ -419,14 +221,14 @@ class EngineClient:
                 pause = REATTACH_SECONDS
             except EngineFailedError as error:
                 await self._report(error)
-            except (RayError, RayServeException) as error:
+            except DirectoryLostError as error:
                 log.warning("the supervisor does not answer: %s", error)
             except Exception:
                 # Whatever it was: an engine that nobody keeps is an engine that nobody uses again.
                 log.exception("%s was left", connection.name or f"engine-{connection.index}")
             await asyncio.sleep(pause)
 
-    async def _follow(self, connection: _Connection) -> None:
+    async def _follow(self, connection: Connection) -> None:
         """Read an engine's frames through one of its lives. Raises EngineLostError at its end."""
         connection.name, engine, connection.info = await self._directory.engine(connection.index)
         renewing = asyncio.create_task(self._renew(connection, engine))
@@ -443,14 +245,14 @@ class EngineClient:
             connection.stream = next(self._streams)
             self._strand(connection)
 
-    async def _attach(self, connection: _Connection, engine: Engine) -> None:
+    async def _attach(self, connection: Connection, engine: Engine) -> None:
         connection.engine = engine
         connection.attachments += 1
         self._strand(connection)
         async with self._attached:
             self._attached.notify_all()
 
-    def _strand(self, connection: _Connection) -> None:
+    def _strand(self, connection: Connection) -> None:
         """The engine has none of what was sent before this stream: go on with it elsewhere, or there anew.
 
         An engine that has forgotten this replica ends its stream first. So what was sent since was taken by
@@ -467,9 +269,9 @@ class EngineClient:
         for flight in stranded:
             flight.moved.set()
         if stranded:
-            self._spawn(self._resume(stranded))
+            self._spawn(self._resume_or_fail(stranded))
 
-    def _receive(self, connection: _Connection, frame: Frame) -> None:
+    def _receive(self, connection: Connection, frame: Frame) -> None:
         connection.hear(frame.status)
         connection.promised = 0
         for output in frame.outputs:
@@ -479,23 +281,36 @@ class EngineClient:
                     del connection.flights[output.request_id]
                 flight.push(output)
 
-    async def _renew(self, connection: _Connection, engine: Engine) -> None:
+    async def _renew(self, connection: Connection, engine: Engine) -> None:
+        """Keep the lease until the frames end: then the engine is gone, whatever a renewal said before."""
         while True:
-            await asyncio.sleep(LEASE_SECONDS / 10)
+            await asyncio.sleep(RENEWAL_PAUSE * LEASE_SECONDS)
             try:
-                connection.hear(await engine.renew(self._replica))
-            except EngineLostError:
-                return
+                async with asyncio.timeout(RENEWAL_LIMIT * LEASE_SECONDS):
+                    connection.hear(await engine.renew(self._replica))
+            except (EngineLostError, TimeoutError) as error:
+                log.warning(
+                    "%s: the lease was not renewed, trying again: %s", connection.name, error or "late"
+                )
 
-    async def _resume(self, stranded: Sequence[_Flight]) -> None:
+    async def _resume_or_fail(self, stranded: Sequence[Flight]) -> None:
+        """Whatever goes wrong, nobody waits for ever for a request that is nowhere."""
+        try:
+            await self._resume(stranded)
+        except Exception as error:
+            for flight in stranded:
+                if not flight.over and all(flight.request.id not in c.flights for c in self._connections):
+                    flight.fail(f"it could not be resumed: {error}")
+            raise
+
+    async def _resume(self, stranded: Sequence[Flight]) -> None:
         """Go on with requests whose engine died: on another one, or on the same one when it is back."""
         going_on = []
         for flight in stranded:
             if flight.resumes <= MAX_RESUMES:
                 going_on.append(flight)
             else:
-                message = f"{flight.resumes} engines died while they worked on this request"
-                flight.push(Output(flight.request.id, len(flight.tokens), None, "error", message))
+                flight.fail(f"{flight.resumes} engines died while they worked on this request")
         log.warning("resuming %d requests", len(going_on))
         await self._place_again([flight for flight in going_on if flight.resumes < SUSPECT_RESUMES])
         for flight in going_on:
@@ -503,11 +318,13 @@ class EngineClient:
                 async with self._trial:
                     self._suspect = flight
                     flight.moved.clear()
-                    if await self._place_again([flight]):
-                        await flight.moved.wait()
-                    self._suspect = None
+                    try:
+                        if await self._place_again([flight]):
+                            await flight.moved.wait()
+                    finally:
+                        self._suspect = None
 
-    async def _place_again(self, flights: Sequence[_Flight]) -> bool:
+    async def _place_again(self, flights: Sequence[Flight]) -> bool:
         """Place what is still wanted as soon as an engine is there; False: nothing was."""
         async with self._attached:
             await self._attached.wait_for(lambda: bool(self._live()))
@@ -523,7 +340,12 @@ class EngineClient:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a task of the engine client has failed", exc_info=error)
 
 
 async def _quietly(abort: Coroutine[Any, Any, None]) -> None:

@@ -16,15 +16,15 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
 
+from app.api_error import ApiError
 from app.config import Settings
-from app.engine_client import EngineClient, RayEngine
+from app.engine_client import EngineClient
 from app.observe import Observatory
-from app.openai_api import ApiError
+from app.ray_engines import SupervisorDirectory
 from app.service import Service
 from app.tenants import Tenants, digest
 from app.text import Tokenizer
 from app.tracing import TracingMiddleware, open_tracer
-from engine_actor.messages import EngineInfo
 from engine_actor.span_export import SpanSink, open_sink
 from engine_actor.supervisor import Supervisor
 from model.files import find_model
@@ -73,18 +73,6 @@ def create_app(
         return JSONResponse(ApiError(500, f"Internal error: {type(error).__name__}").body(), 500)
 
     return app
-
-
-class SupervisorDirectory:
-    """Finds engines through the supervisor's deployment handle."""
-
-    def __init__(self, supervisor: DeploymentHandle) -> None:
-        self._supervisor = supervisor
-
-    async def engine(self, index: int) -> tuple[str, RayEngine, EngineInfo]:
-        """See Directory."""
-        found = await self._supervisor.engine.remote(index)
-        return found.name, RayEngine(found.actor), found.info
 
 
 class Ingress:

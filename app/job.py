@@ -9,8 +9,9 @@ from typing import Any
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from app.engine_client import Generation
-from app.openai_api import DONE, ApiError, ChatRequest, CompletionRequest, Envelope, Usage, sse
+from app.api_error import ApiError
+from app.envelope import DONE, Envelope, Usage, sse
+from app.generation import Generation
 from app.responses import (
     Answer,
     Choice,
@@ -21,6 +22,7 @@ from app.responses import (
     echoed_tokens,
     prompt_logprobs,
 )
+from app.schemas import ChatRequest, CompletionRequest
 from app.text import Tokenizer
 from app.tracing import RequestTrace
 from engine_actor.request import Output
@@ -90,7 +92,7 @@ class Job:
             answers[sequence].prompt_scores += output.prompt_scores
             answers[sequence].add(piece)
         choices = [self._whole(sequence, answer) for sequence, answer in enumerate(answers)]
-        body = self.envelope.body(choices, chunk=False) | {"usage": self.usage.body()}
+        body = self.envelope.body(choices, generation.fingerprint, chunk=False) | {"usage": self.usage.body()}
         if self.body.prompt_logprobs is not None:
             top = self.body.prompt_logprobs
             scores = [prompt_logprobs(self.tokenizer, answer.prompt_scores, top) for answer in answers]
@@ -108,7 +110,7 @@ class Job:
         continuous = options is not None and options.continuous_usage_stats
 
         def event(choices: list[dict[str, Any]], *, last: bool = False) -> bytes:
-            body = self.envelope.body(choices, chunk=True)
+            body = self.envelope.body(choices, generation.fingerprint, chunk=True)
             if continuous or last:
                 body["usage"] = self.usage.body()
             elif include_usage:

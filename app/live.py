@@ -7,7 +7,7 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from prometheus_client.metrics_core import Metric
 
@@ -28,6 +28,7 @@ LAG = 100
 """Messages a page may lag behind before it is dropped; it connects again and starts afresh."""
 
 
+@runtime_checkable
 class EngineView(Protocol):
     """One engine as those see it who only look. Raises ConnectionError once it is gone."""
 

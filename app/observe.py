@@ -14,8 +14,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
+from app.api_error import ApiError, invalid
 from app.live import ANSWER_SECONDS, EngineView, LiveFeed, TooManyWatchersError, ask_all
-from app.openai_api import ApiError, invalid
 from engine_actor.chrome_trace import chrome_trace
 from engine_actor.metrics import exposition
 from engine_actor.step_wire import decode_step

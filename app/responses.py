@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from app.openai_api import finite
+from app.envelope import finite
 from app.text import Detokenizer, StopStrings, Tokenizer
 from engine_actor.request import Output
 from model.executor import Sampled

@@ -11,24 +11,22 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from starlette.requests import ClientDisconnect
 
+from app.api_error import ApiError, invalid
 from app.config import Settings
-from app.engine_client import EngineClient, NoEngineError, QueueFullError, RayEngine
+from app.engine_client import EngineClient, NoEngineError, QueueFullError
+from app.envelope import Envelope
 from app.job import EventStream, Job
 from app.live import EngineView
-from app.openai_api import (
-    ApiError,
+from app.parsing import parse
+from app.schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Envelope,
     Message,
     TokenizeRequest,
     check_vocabulary,
-    choice_seed,
-    invalid,
-    parse,
-    random_seed,
 )
+from app.seeds import choice_seed, random_seed
 from app.tenants import Tenants
 from app.text import TemplateError, Tokenizer
 from app.tracing import trace_of
@@ -137,7 +135,7 @@ class Service:
     def views(self) -> dict[str, EngineView]:
         """The engines as the live page, the trace and the metrics see them."""
         found = self.client.engines()
-        return {name: engine for name, (engine, _) in found.items() if isinstance(engine, RayEngine)}
+        return {name: engine for name, (engine, _) in found.items() if isinstance(engine, EngineView)}
 
     def hello(self) -> dict[str, Any]:
         """What the live page is told first."""
@@ -310,7 +308,7 @@ class Service:
         return prompt
 
     def _envelope(self, kind: Literal["chat", "completion"]) -> Envelope:
-        return Envelope(kind, self.model_name, self.info.fingerprint)
+        return Envelope(kind, self.model_name)
 
     def _model(self) -> dict[str, Any]:
         return {

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Mapping
 
-from app.openai_api import ApiError, invalid
+from app.api_error import ApiError, invalid
 
 DEFAULT = "default"
 OVERFLOW = "other"

@@ -27,7 +27,7 @@ from starlette._utils import get_route_path
 from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.openai_api import ChatRequest, CompletionRequest
+from app.schemas import ChatRequest, CompletionRequest
 from engine_actor.request import Output
 from engine_actor.span_export import SCOPE, SpanSink
 

@@ -36,7 +36,7 @@ class Start:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=3, help="starts of each kind; medians count (default: 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="starts of each kind (default: 3)")
     parser.add_argument("--against", metavar="COMMIT", help="measure this commit too, in turns")
 
 
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         [[names[name], *(side[name] for side in figures.values())] for name in names],
     )
     report.note(
-        "Cold: no compiled kernels and no converted tokenizer are cached. Warm: a start before has left both. "
+        "Cold: no compiled kernels and no converted tokenizer are cached. Warm: an earlier start left both. "
         f"Medians of {args.rounds}; memory is resident memory after the first answer."
     )
     now = figures["now"]

@@ -16,8 +16,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from prometheus_client.metrics_core import Metric
 
+from app.api_error import ApiError
 from app.observe import Observatory
-from app.openai_api import ApiError
 from engine_actor import request as engine_request
 from engine_actor.engine import Engine
 from engine_actor.metrics import EngineMetrics

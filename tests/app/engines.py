@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import torch
 
-from app.engine_client import EngineLostError, NotAttachedError
+from app.engine_port import EngineLostError, NotAttachedError
 from engine_actor.actor import EngineActor
 from engine_actor.engine import Engine
 from engine_actor.messages import EngineFailedError, EngineInfo, EngineStatus, Frame

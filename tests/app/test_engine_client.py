@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
-from ray.exceptions import OutOfMemoryError, RayTaskError, RuntimeEnvSetupError
-from ray.serve.exceptions import DeploymentUnavailableError
 
-from app import engine_client
-from app.engine_client import (
-    EngineClient,
-    EngineLostError,
-    Generation,
-    NoEngineError,
-    NotAttachedError,
-    QueueFullError,
-    RayEngine,
-)
+from app import connection, engine_client
+from app.engine_client import EngineClient, NoEngineError, QueueFullError
+from app.engine_port import DirectoryLostError, EngineLostError, NotAttachedError
+from app.generation import Generation
 from engine_actor.engine import Engine
 from engine_actor.messages import LEASE_SECONDS, EngineFailedError, EngineInfo, EngineStatus, Frame
 from engine_actor.request import Request
@@ -440,10 +432,63 @@ def test_what_is_sent_while_a_replica_attaches_anew_is_sent_on_once(
     run(scenario())
 
 
+def test_a_lease_is_kept_through_errors_and_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine_actor.actor.LEASE_SECONDS", 0.5)
+    monkeypatch.setattr(engine_client, "LEASE_SECONDS", 0.5)
+
+    async def scenario() -> None:
+        directory = LocalDirectory(build_toy(seconds=0.01))
+        async with client_of(directory) as client:
+            engine = directory.engines[0]
+            renew, calls = engine.renew, 0
+
+            async def unsteady(replica: str) -> EngineStatus:
+                nonlocal calls
+                calls += 1
+                if calls % 3 == 1:
+                    raise EngineLostError("a connection was reset")
+                if calls % 3 == 2:
+                    await asyncio.Event().wait()
+                return await renew(replica)
+
+            monkeypatch.setattr(engine, "renew", unsteady)
+            generation = await client.generate(requests(1, max_tokens=60))
+            await tokens_of(generation)
+            await until(lambda: calls > 6)
+            # Its requests outlived several terms, and the engine has not forgotten the replica.
+            assert client._connections[0].attachments == 1
+
+    run(scenario())
+
+
+def test_what_cannot_be_resumed_ends_with_an_error_and_the_cause_is_logged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logged: list[object] = []
+    monkeypatch.setattr(engine_client.log, "error", lambda _, exc_info: logged.append(exc_info))
+
+    async def scenario() -> None:
+        directory = LocalDirectory(build_toy(seconds=0.02))
+        async with client_of(directory) as client:
+            generation = await client.generate(requests(1, max_tokens=60))
+            await until(lambda: len(generation.flights[0].tokens) > 2)
+            bug = ZeroDivisionError("a bug")
+            monkeypatch.setattr(client, "_place", AsyncMock(side_effect=bug))
+            directory.engines[0].kill()
+            async with asyncio.timeout(10):
+                last = [output async for _, output in generation][-1]
+            assert last.finish_reason == "error"
+            assert last.error == "it could not be resumed: a bug"
+            await until(lambda: logged == [bug])
+
+    run(scenario())
+
+
 def test_a_silent_engine_counts_as_stalled_and_gets_no_more_work(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(engine_client, "LEASE_SECONDS", 0.1)
-    monkeypatch.setattr(engine_client, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
+    monkeypatch.setattr(connection, "LEASE_SECONDS", 0.1)
+    monkeypatch.setattr(connection, "time", SimpleNamespace(monotonic=lambda: now))
 
     async def scenario() -> None:
         nonlocal now
@@ -514,6 +559,8 @@ def test_a_request_goes_on_where_bits_are_the_same_if_it_can(
             assert len((await reading)[0]) == 60
             assert directory.engines[0].actor._steps.status().steps > 0
             assert (directory.engines[1].actor._steps.status().steps > 0) == (len(dying) == 2)
+            fingerprint = "fp_other+fp_toy" if len(dying) == 2 else "fp_toy"
+            assert generation.fingerprint == fingerprint
             assert ("r0 goes on where bits may differ, on engine-1" in said) == (len(dying) == 2)
             directory.restarting = True
 
@@ -535,43 +582,7 @@ def test_one_stream_follows_another_without_a_seam(monkeypatch: pytest.MonkeyPat
     run(scenario())
 
 
-def test_every_way_an_engine_can_end_in_ray_is_an_engine_lost() -> None:
-    async def lost() -> None:
-        raise OutOfMemoryError("the engine took all memory")
-
-    class Dead:
-        def __init__(self) -> None:
-            self.renew = self.frames = self
-
-        def remote(self, replica: str) -> Any:
-            return self if replica == "reader" else lost()
-
-        async def __aiter__(self) -> AsyncIterator[Any]:
-            yield lost()
-
-    async def scenario() -> None:
-        engine = RayEngine(Dead())
-        with pytest.raises(EngineLostError, match="all memory"):
-            await engine.renew("replica")
-        with pytest.raises(EngineLostError, match="all memory"):
-            await anext(engine.frames("reader"))
-
-    run(scenario())
-
-
-def test_an_engine_that_lives_and_has_forgotten_the_replica_is_told_apart() -> None:
-    async def forgotten() -> None:
-        raise RayTaskError("submit", "", LookupError("replica r is not attached")).as_instanceof_cause()
-
-    async def scenario() -> None:
-        actor = SimpleNamespace(submit=SimpleNamespace(remote=lambda *_: forgotten()))
-        with pytest.raises(NotAttachedError):
-            await RayEngine(actor).submit("r", [], False)
-
-    run(scenario())
-
-
-@pytest.mark.parametrize("trouble", [DeploymentUnavailableError, RuntimeEnvSetupError, KeyError])
+@pytest.mark.parametrize("trouble", [DirectoryLostError, KeyError])
 def test_no_trouble_ends_the_search_for_an_engine(
     trouble: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:

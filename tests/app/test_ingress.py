@@ -16,7 +16,7 @@ import pytest
 from app.config import Settings
 from app.engine_client import EngineClient
 from app.ingress import create_app
-from app.openai_api import MAX_LOGIT_BIAS, MAX_STOP_LENGTH, MAX_STOPS, MAX_USER_LENGTH
+from app.schemas import MAX_LOGIT_BIAS, MAX_STOP_LENGTH, MAX_STOPS, MAX_USER_LENGTH
 from app.service import Service
 from app.tenants import Tenants, digest
 from app.text import Tokenizer

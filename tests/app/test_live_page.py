@@ -10,7 +10,7 @@ import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from app.openai_api import ApiError
+from app.api_error import ApiError
 from bench.chromium import Page, chromium_missing, open_page
 from tests.observed import ObservedServer, RunningEngine, observed_server, offer_load
 

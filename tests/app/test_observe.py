@@ -15,9 +15,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from app import live, observe
+from app.api_error import ApiError
 from app.live import LAG, LiveFeed
 from app.observe import MAX_TRACES, MAX_WATCHERS, Observatory
-from app.openai_api import ApiError
 from engine_actor.telemetry import HISTORY_SECONDS
 from tests.engine_actor.test_chrome_trace import check_nesting
 from tests.observed import ObservedServer, RunningEngine, observed_server, offer_load

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app import tenants
-from app.openai_api import ApiError
+from app.api_error import ApiError
 from app.tenants import OVERFLOW, Tenants, digest
 
 

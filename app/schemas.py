@@ -1,21 +1,13 @@
-"""OpenAI's requests, responses and errors, with vLLM's names for what OpenAI lacks.
-
-A field that is neither OpenAI's nor listed here is refused by name, as OpenAI does: a misspelt
-`min_pp` should not pass in silence. OpenAI fields that change nothing here are accepted.
-"""
+"""What requests may say: OpenAI's fields, with vLLM's names for what OpenAI lacks."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
-import secrets
-import time
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from app.api_error import invalid
 from model.executor import MAX_LOGPROBS, SamplingParams
 
 MAX_STOPS = 4
@@ -27,46 +19,8 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_USER_LENGTH = 256
 MAX_MESSAGES = 2048
 
-Schema = TypeVar("Schema", bound=BaseModel)
 ShortText = Annotated[str, Field(max_length=MAX_USER_LENGTH)]
 TokenId = Annotated[int, Field(ge=0)]
-
-
-class ApiError(Exception):
-    """An answer other than success, in OpenAI's shape."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-        self.headers = headers or {}
-
-    def body(self) -> dict[str, Any]:
-        """The JSON body."""
-        if self.status == 429:
-            kind = "rate_limit_error"
-        elif self.status >= 500:
-            kind = "server_error"
-        elif self.status == 401:
-            kind = "authentication_error"
-        else:
-            kind = "invalid_request_error"
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
-
-def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """A 400."""
-    return ApiError(400, message, param=param, code=code)
 
 
 class StreamOptions(BaseModel):
@@ -349,67 +303,6 @@ class DetokenizeRequest(BaseModel):
     tokens: list[TokenId]
 
 
-_UNSUPPORTED = (
-    "tools",
-    "functions",
-    "function_call",
-    "audio",
-    "prediction",
-    "reasoning_effort",
-    "verbosity",
-    "web_search_options",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "use_beam_search",
-    "moderation",
-)
-
-
-def parse(schema: type[Schema], body: bytes) -> Schema:
-    """A request from its JSON. Raises ApiError naming the field at fault."""
-    try:
-        return schema.model_validate_json(body)
-    except ValidationError as error:
-        raise _as_api_error(error) from None
-
-
-def _as_api_error(error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False, include_context=False)[0]
-    kind, location, message = first["type"], first["loc"], first["msg"]
-    param = _path(location)
-    if kind == "json_invalid":
-        return invalid(f"The body is not valid JSON: {message.removeprefix('Invalid JSON: ')}")
-    if kind == "extra_forbidden":
-        if param in _UNSUPPORTED:
-            return invalid(f"'{param}' is not supported by this server.", param, "unsupported_parameter")
-        return invalid(f"Unrecognized request argument supplied: {param}", param, "unknown_parameter")
-    if kind == "missing":
-        return invalid(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
-    message = message.removeprefix("Value error, ")
-    if not location and ": " in message:
-        # A check over several fields names the one at fault itself.
-        param, message = message.split(": ", 1)
-    if not param:
-        return invalid(f"The body must be a JSON object: {message}")
-    return invalid(f"Invalid '{param}': {message}", param, "invalid_value")
-
-
-def _path(location: tuple[int | str, ...]) -> str:
-    """`messages[0].content` from ("messages", 0, "content"), without a union's branch names."""
-    path = ""
-    for part in location:
-        if isinstance(part, int):
-            path += f"[{part}]"
-        elif "[" not in part and part not in ("str", "int"):
-            path += f".{part}" if path else part
-    return path
-
-
-def _is_ids(items: Sequence[Any]) -> bool:
-    return bool(items) and all(type(item) is int and item >= 0 for item in items)
-
-
 def check_vocabulary(ids: Sequence[int] | dict[int, float], vocab_size: int, param: str) -> None:
     """Raises ApiError for a token id that the model does not have."""
     worst = max(ids, default=0)
@@ -419,76 +312,5 @@ def check_vocabulary(ids: Sequence[int] | dict[int, float], vocab_size: int, par
         )
 
 
-def choice_seed(seed: int, choice: int) -> int:
-    """The seed of one of `n` choices: the first one's is the request's own."""
-    if choice == 0:
-        return seed % 2**64
-    digest = hashlib.blake2b(f"{seed}:{choice}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
-
-
-def random_seed() -> int:
-    """A seed for a request that has none: fixed at the door, so that a replay draws the same."""
-    return secrets.randbits(63)
-
-
-class Usage:
-    """Token counts of one response."""
-
-    def __init__(self, prompt_tokens: int, *, include_preemptions: bool) -> None:
-        self.prompt_tokens = prompt_tokens
-        self.completion_tokens = 0
-        self.preemptions: dict[int, int] = {}
-        self._include_preemptions = include_preemptions
-
-    def body(self) -> dict[str, Any]:
-        """The `usage` object."""
-        usage: dict[str, Any] = {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-        }
-        if self._include_preemptions:
-            usage["completion_tokens_details"] = {"num_preemptions": sum(self.preemptions.values())}
-        return usage
-
-
-class Envelope:
-    """What every object of one response repeats: id, time, model, fingerprint."""
-
-    def __init__(self, kind: Literal["chat", "completion"], model: str, fingerprint: str) -> None:
-        self.chat = kind == "chat"
-        self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{secrets.token_hex(16)}"
-        self._created = int(time.time())
-        self._model = model
-        self._fingerprint = fingerprint
-
-    def body(self, choices: list[dict[str, Any]], *, chunk: bool) -> dict[str, Any]:
-        """The response, or one chunk of it, without usage."""
-        kind = "text_completion" if not self.chat else "chat.completion.chunk" if chunk else "chat.completion"
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self._created,
-            "model": self._model,
-            "system_fingerprint": self._fingerprint,
-            "choices": choices,
-        }
-
-
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-
-
-def sse(body: dict[str, Any]) -> bytes:
-    """One server-sent event."""
-    return b"data: " + _encode(body).encode() + b"\n\n"
-
-
-DONE = b"data: [DONE]\n\n"
-
-
-def finite(logprob: float | None) -> float | None:
-    """A log-probability as JSON can hold it; OpenAI's -9999.0 stands for impossible."""
-    if logprob is None or not math.isfinite(logprob):
-        return None if logprob is None else -9999.0
-    return logprob
+def _is_ids(items: Sequence[Any]) -> bool:
+    return bool(items) and all(type(item) is int and item >= 0 for item in items)
