@@ -28,10 +28,11 @@ serve: setup ## serve on http://127.0.0.1:8000 until Ctrl-C
 test: setup ## the whole test suite
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-lint: setup ## style and types
+lint: setup ## style, types, and which folder may import what
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 format: setup ## apply the style
 	$(BIN)/ruff check --fix .
