@@ -140,10 +140,10 @@ def _checked(args: dict[str, Any]) -> Settings:
     find_model(settings.model)
     if settings.device != "auto" or settings.dtype != "auto":
         # Here, not above: torch takes seconds to load, and the defaults fit every machine.
-        from model.loader import choose_device
+        from model.loader import choose_backend
 
         config = settings.engine_config()
-        choose_device(config.device, config.dtype)
+        choose_backend(config.device, config.dtype)
     return settings
 
 

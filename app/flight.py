@@ -49,7 +49,7 @@ class Flight:
     def push(self, output: Output) -> None:
         if output.sampled is not None:
             self.tokens.append(output.sampled.token)
-            self.last_token = time.time()
+            self.last_token = time.monotonic()
         self.over = output.finish_reason is not None
         self.preemptions = self.earlier_preemptions + output.num_preemptions
         self.outputs.put_nowait((self.sequence, replace(output, num_preemptions=self.preemptions)))

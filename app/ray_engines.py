@@ -13,6 +13,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from app.engine_port import DirectoryLostError, EngineLostError, NotAttachedError
+from engine_actor.clock import Sent
 from engine_actor.messages import EngineFailedError, EngineInfo, EngineStatus, Frame
 from engine_actor.request import FinishReason, Request
 from engine_actor.step_wire import unpack_steps
@@ -36,7 +37,7 @@ class RayEngine:
 
     async def submit(self, replica: str, requests: Sequence[Request], again: bool) -> str | None:
         """See EngineActor.submit."""
-        refusal: str | None = await self._call(self._actor.submit.remote(replica, requests, again))
+        refusal: str | None = await self._call(self._actor.submit.remote(replica, requests, again, Sent()))
         return refusal
 
     async def abort(self, request_ids: Sequence[str], reason: FinishReason) -> None:

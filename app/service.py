@@ -62,7 +62,7 @@ class Service:
 
     async def chat_completions(self, http: Request) -> Response:
         """POST /v1/chat/completions."""
-        arrival, tenant = time.time(), self.tenants.of(http.headers)
+        arrival, tenant = time.monotonic(), self.tenants.of(http.headers)
         body = parse(ChatRequest, await self._read(http))
         self._check(body)
         trace = trace_of(http)
@@ -77,7 +77,7 @@ class Service:
 
     async def completions(self, http: Request) -> Response:
         """POST /v1/completions."""
-        arrival, tenant = time.time(), self.tenants.of(http.headers)
+        arrival, tenant = time.monotonic(), self.tenants.of(http.headers)
         body = parse(CompletionRequest, await self._read(http))
         self._check(body)
         if len(body.prompts) > self.settings.max_prompts:

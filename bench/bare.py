@@ -11,9 +11,11 @@ from typing import Any
 from bench.report import Advance, BenchError
 from bench.timeline import Timelines, latencies
 from bench.workload import Workload, preset
-from engine_actor.engine import Engine, StepRecord
+from engine_actor.engine import Engine
+from engine_actor.records import StepRecord
 from engine_actor.request import Request
 from engine_actor.scheduler import Mode
+from model.model_executor import ModelExecutor
 from model.transformer import Transformer
 from policies.base import Policy
 from policies.fcfs import Fcfs
@@ -52,8 +54,8 @@ def utilization(records: Sequence[StepRecord], slots: int, seconds: float | None
 
 def _slot_seconds(record: StepRecord) -> float:
     served: dict[int, set[int]] = {}
-    for span in record.spans:
-        served.setdefault(span.forward, set()).add(span.slot)
+    for share in record.shares:
+        served.setdefault(share.forward, set()).add(share.slot)
     everyone = len(set().union(*served.values()))
     forward, busy = -1, 0.0
     for interval in record.intervals:
@@ -87,9 +89,9 @@ def build(
     kv_budget: int | None = None,
 ) -> Engine:
     """A fresh engine with its own KV around a loaded model; fcfs unless told otherwise."""
-    policy = Fcfs() if policy is None else policy  # a policy with an empty queue is falsy
-    kv = model.new_kv(num_slots=slots, max_len=max_len)
-    return Engine(model, kv, policy, mode=mode, max_step_tokens=max_step_tokens, kv_budget=kv_budget)
+    policy = policy or Fcfs()
+    executor = ModelExecutor(model, model.new_storage(num_slots=slots, max_len=max_len))
+    return Engine(executor, policy, mode=mode, max_step_tokens=max_step_tokens, kv_budget=kv_budget)
 
 
 def drive(
@@ -133,7 +135,7 @@ def drive(
         timeline.admitted = request.admitted
         timeline.preemptions = request.num_preemptions
         timeline.recomputed_tokens = request.recomputed_tokens
-    return Run(timelines, started, clock(), records, engine.kv.num_slots)
+    return Run(timelines, started, clock(), records, engine.slots.count)
 
 
 def warm_up(model: Transformer) -> None:

@@ -17,7 +17,8 @@ from engine_actor.request import Request
 from engine_actor.scheduler import Mode
 from model.batch import Batch, SlotModel
 from model.executor import Sampled, SamplingParams
-from model.slot_kv import SlotKV
+from model.model_executor import ModelExecutor
+from model.storage import SlotStorage
 from policies.fcfs import Fcfs
 
 Position = tuple[str, int]
@@ -38,11 +39,11 @@ class Recorder:
     def row_count(self, rows: int) -> int:
         return self.model.row_count(rows)
 
-    def forward(self, batch: Batch, kv: SlotKV) -> torch.Tensor:
-        logits = self.model.forward(batch, kv)
+    def forward(self, batch: Batch, storage: SlotStorage) -> torch.Tensor:
+        logits = self.model.forward(batch, storage)
         owners = self.owners()
         for row, bits in zip(batch.logit_rows, logits.cpu().numpy(), strict=True):
-            if batch.slots[row] == kv.scratch:
+            if batch.slots[row] == storage.scratch:
                 continue  # a static batch's padding
             request = owners[int(batch.slots[row])]
             index = int(batch.positions[row]) + 1 - request.prompt_len
@@ -123,18 +124,20 @@ def random_requests(
     return requests
 
 
-def run_alone(model: SlotModel, kv: SlotKV, requests: list[Request], advance: Callable[[], None]) -> Trail:
+def run_alone(
+    model: SlotModel, storage: SlotStorage, requests: list[Request], advance: Callable[[], None]
+) -> Trail:
     """Each request in an engine of its own, one after the other."""
     trail = Trail()
     for request in requests:
-        _drive(model, kv, [_again(request)], trail, random.Random(0), "chunked", disturb=False)
+        _drive(model, storage, [_again(request)], trail, random.Random(0), "chunked", disturb=False)
         advance()
     return trail
 
 
 def run_busy(
     model: SlotModel,
-    kv: SlotKV,
+    storage: SlotStorage,
     requests: list[Request],
     rng: random.Random,
     mode: Mode,
@@ -144,7 +147,7 @@ def run_busy(
     trail = Trail()
     shuffled = [_again(request) for request in requests]
     rng.shuffle(shuffled)
-    _drive(model, kv, shuffled, trail, rng, mode, disturb=True, advance=advance)
+    _drive(model, storage, shuffled, trail, rng, mode, disturb=True, advance=advance)
     return trail
 
 
@@ -162,7 +165,7 @@ def _again(request: Request, resumed: Sequence[int] = ()) -> Request:
 
 def _drive(
     model: SlotModel,
-    kv: SlotKV,
+    storage: SlotStorage,
     requests: list[Request],
     trail: Trail,
     rng: random.Random,
@@ -172,7 +175,7 @@ def _drive(
     advance: Callable[[], None] = lambda: None,
 ) -> None:
     recorder = Recorder(model)
-    engine = Engine(recorder, kv, Fcfs(), mode=mode)
+    engine = Engine(ModelExecutor(recorder, storage), Fcfs(), mode=mode)
     scheduler = engine.scheduler
     ample = scheduler.kv_budget
     recorder.owners = lambda: {request.slot: request for request in scheduler.running}
@@ -193,7 +196,7 @@ def _drive(
                 joining.append(_again(lost, resumed=lost.output))
                 resumed.add(lost.id)
                 trail.resumes += 1
-            scheduler.max_step_tokens = rng.randint(kv.num_slots + 1, kv.num_slots + 64)
+            scheduler.max_step_tokens = rng.randint(storage.num_slots + 1, storage.num_slots + 64)
             # A budget below what is cached makes the scheduler forget somebody in this step.
             cached = sum(len(request.tokens) for request in scheduler.running)
             scheduler.kv_budget = rng.randint(1, cached) if cached and rng.random() < 0.2 else ample
@@ -201,7 +204,7 @@ def _drive(
         if record.errors:
             raise RuntimeError(next(output.error for output in outputs if output.error))
         trail.steps += 1
-        trail.chunks += sum(span.kind == "prefill" for span in record.spans)
+        trail.chunks += sum(span.kind == "prefill" for span in record.shares)
         for output in outputs:
             if output.sampled is not None:
                 trail.tokens[output.request_id, output.index] = output.sampled
@@ -226,7 +229,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     report = Report("exactness", args.out)
     model = bare.load(args.model)
-    kv = model.new_kv(args.slots, 512, poison=True)
+    kv = model.new_storage(args.slots, 512, poison=True)
     rng = random.Random(args.seed)
     requests = random_requests(rng, args.requests, model.vocab_size, 160, 40)
     with report.progress("alone", args.requests) as advance:

@@ -18,7 +18,8 @@ from bench import bare
 from bench.report import CONTINUOUS, MUTED, STATIC, Advance, Report
 from bench.timeline import latencies
 from bench.workload import HeavyTail, Shape, Workload, build
-from engine_actor.engine import Engine, StepRecord
+from engine_actor.engine import Engine
+from engine_actor.records import StepRecord
 from engine_actor.request import Phase
 from model.transformer import Transformer
 from policies import load_policy
@@ -66,7 +67,7 @@ class Ledger:
     _prompts: dict[str, tuple[str, int]] = field(default_factory=dict)
 
     def note(self, record: StepRecord) -> None:
-        for span in record.spans:
+        for span in record.shares:
             self.service[span.tenant] += OUTPUT_WEIGHT * span.sampled
         for name in record.admitted:
             if name in self._prompts:  # else it was preempted, and its prompt has been counted

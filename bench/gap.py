@@ -19,7 +19,7 @@ from bench.report import CONTINUOUS, INK, PALETTE, BenchError, Report
 from bench.serving import served
 from bench.workload import Shape, Spread, build
 from engine_actor.engine import Engine
-from model import linear, transformer
+from model import linear
 from model.transformer import Transformer
 
 CONTEXT, OUTPUT = 128, 48
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         "ideal": ideal,
         "roofline": vars(machine),
     }
-    if model.device.type == "cuda":
+    if model.backend.device.type == "cuda":
         data["cuda"] = _cuda(model, args)
     report.table(
         f"A decode step of {args.slots} requests (ms)",
@@ -112,7 +112,7 @@ class Roofline:
     @classmethod
     def measure(cls, model: Transformer) -> Roofline:
         """Read a buffer far beyond the caches; multiply large square matrices, plainly and as layers do."""
-        device, dtype = model.device, model.dtype
+        device, dtype = model.backend.device, model.backend.dtype
         buffer = torch.ones(2**28, dtype=torch.float32, device=device)
         size = 4096 if device.type == "cuda" else 2048
         a = torch.randn(size, size, device=device).to(dtype)
@@ -159,18 +159,18 @@ class Stopwatch:
             def timed(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
                 started = time.perf_counter()
                 result = original(*args, **kwargs)
-                _wait(model.device)
+                _wait(model.backend.device)
                 self.seconds[item(*args)] += time.perf_counter() - started
                 return result
 
             patched.append((owner, name, original))
             setattr(owner, name, timed)
 
-        patch(linear.Linear, "__call__", lambda it, *_: "output head" if it is head else "linear layers")
+        patch(type(head), "__call__", lambda it, *_: "output head" if it is head else "linear layers")
         patch(kind, "__call__", lambda *_: "attention")
         patch(kind, "begin", lambda *_: "attention")
-        patch(transformer, "add_rms_norm", lambda *_: "norms and activation")
-        patch(transformer, "silu_mul", lambda *_: "norms and activation")
+        patch(type(model.backend), "add_rms_norm", lambda *_: "norms and activation")
+        patch(type(model.backend), "silu_mul", lambda *_: "norms and activation")
         try:
             yield self
         finally:
@@ -189,15 +189,15 @@ class Decoded:
 
 def _decode(engine: Engine, watch: Stopwatch | None = None) -> Decoded:
     """Prefill every slot at once, then decode in step; only the decode steps count."""
-    slots = engine.kv.num_slots
+    slots = engine.slots.count
     shape = Shape(slots, Spread(CONTEXT, 0, CONTEXT), Spread(OUTPUT, 0, OUTPUT))
-    load = build(shape, "decode", vocab=engine.model.vocab_size)
+    load = build(shape, "decode", vocab=engine.executor.vocab_size)
     for item in load.items:
         engine.submit(item.request())
     records = []
     while engine.has_work():
         _, record = engine.step()
-        if all(span.kind == "decode" for span in record.spans):
+        if all(span.kind == "decode" for span in record.shares):
             records.append(record)
         elif watch:
             watch.seconds.clear()
@@ -238,7 +238,7 @@ def _cuda(model: Transformer, args: argparse.Namespace) -> dict[str, float]:
         started = time.perf_counter()
         for _ in range(steps):
             engine.step()
-        _wait(model.device)
+        _wait(model.backend.device)
         wall = (time.perf_counter() - started) / steps
     events = profiled.key_averages()
     kernels = sum(event.self_device_time_total for event in events) / 1e6 / steps

@@ -18,7 +18,8 @@ from bench import bare
 from bench.report import CONTINUOUS, STATIC, Advance, Report, percentiles
 from bench.timeline import latencies
 from bench.workload import HeavyTail, Item, Shape, Workload, arrivals, build
-from engine_actor.engine import Engine, StepRecord
+from engine_actor.engine import Engine
+from engine_actor.records import StepRecord
 from model.transformer import Transformer
 from policies.base import Policy, Schedulable
 from policies.fcfs import Fcfs

@@ -1,6 +1,6 @@
 """What deciding costs: microseconds for one plan, by policy, running and waiting requests.
 
-A real engine with a model that computes nothing, at a steady load: whoever finishes is replaced by a
+A real engine with an executor that computes nothing, at a steady load: whoever finishes is replaced by a
 new arrival, from 64 tenants and with five priorities. A plan has to vanish beside a step of
 tens of milliseconds, and to stay small when the queue does not.
 """
@@ -13,14 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 
 from bench.report import Report, percentiles
 from engine_actor.engine import Engine
 from engine_actor.request import Request
-from model.batch import Batch
 from model.executor import SamplingParams
-from model.slot_kv import SlotKV
+from model.timed_executor import TimedExecutor
 from policies import POLICIES, load_policy
 
 SIZES = [(16, 100), (16, 10_000), (64, 1_000), (256, 100), (256, 10_000), (256, 100_000)]
@@ -30,18 +28,6 @@ GROWTH = 2.0
 """A queue ten times as long may cost so much more. The logarithm grows 1.25 times; the rest is for
 caches that no longer hold the queue."""
 WARM_UP_STEPS = 50
-
-
-class NullModel:
-    """Every token is 0."""
-
-    vocab_size = 10
-
-    def row_count(self, rows: int) -> int:
-        return rows
-
-    def forward(self, batch: Batch, kv: SlotKV) -> torch.Tensor:
-        return torch.zeros(len(batch.logit_rows), self.vocab_size)
 
 
 @dataclass
@@ -61,8 +47,7 @@ class Crowd:
 
 def measure(name: str, running: int, waiting: int, steps: int) -> dict[str, Any]:
     """Percentiles of the seconds that `Scheduler.plan` takes with so many running and waiting."""
-    kv = SlotKV(n_layer=1, num_slots=running, n_kv_head=1, max_len=512, head_dim=1)
-    engine = Engine(NullModel(), kv, load_policy(name), max_step_tokens=2 * running)
+    engine = Engine(TimedExecutor(running, 512), load_policy(name), max_step_tokens=2 * running)
     crowd = Crowd()
     for _ in range(running + waiting):
         engine.submit(crowd.request())

@@ -16,7 +16,8 @@ from bench import bare
 from bench.report import CONTINUOUS, INK, MUTED, STATIC, BenchError, Report
 from bench.workload import Shape, Spread, build
 from engine_actor.chrome_trace import chrome_trace
-from engine_actor.engine import Engine, StepRecord
+from engine_actor.engine import Engine
+from engine_actor.records import StepRecord
 from engine_actor.scheduler import CALM_TOKENS_PER_SLOT, Mode
 
 MODES: tuple[Mode, ...] = ("separate", "batched", "chunked")
@@ -178,7 +179,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _trial(engine: Engine, decoders: int, prompt: int) -> Trial:
     """Decode steadily, add the long prompt, and go on until plain steps are again the majority."""
-    room, vocab = engine.kv.max_len, engine.model.vocab_size
+    room, vocab = engine.slots.max_len, engine.executor.vocab_size
     users = build(Shape(decoders, Spread(32, 0, 32), Spread(room - 32, 0, room)), "users", vocab=vocab)
     long = build(Shape(1, Spread(prompt, 0, prompt), Spread(8, 0, 8)), "long", vocab=vocab).items[0]
     for item in users.items:
@@ -235,7 +236,7 @@ def _typical(trials: Sequence[Trial]) -> Trial:
 
 def _forward_seconds(record: StepRecord) -> float:
     forwards = [i for i in record.intervals if i.phase in ("prefill", "decode")]
-    return sum(forwards[span.forward].seconds for span in record.spans if span.request_id == "long")
+    return sum(forwards[span.forward].seconds for span in record.shares if span.request_id == "long")
 
 
 def _figures(trials: dict[Mode, Trial], worst: dict[Mode, float]) -> dict[str, Any]:

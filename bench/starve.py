@@ -20,9 +20,11 @@ from bench import bare
 from bench.exactness import Recorder, Trail
 from bench.report import MUTED, PALETTE, Advance, Report
 from bench.workload import HeavyTail, Shape, Workload, build
-from engine_actor.engine import Engine, StepRecord
+from engine_actor.engine import Engine
+from engine_actor.records import StepRecord
 from model.batch import Batch
 from model.executor import Sampled
+from model.model_executor import ModelExecutor
 from model.transformer import Transformer
 from policies import POLICIES, load_policy
 
@@ -52,7 +54,9 @@ def drive(
 ) -> tuple[bare.Run, Trail]:
     """The workload through a fresh engine, and the bits of every logits row on the way."""
     recorder = Recorder(model)
-    engine = Engine(recorder, model.new_kv(SLOTS, MAX_LEN), load_policy(policy), kv_budget=kv_budget)
+    engine = Engine(
+        ModelExecutor(recorder, model.new_storage(SLOTS, MAX_LEN)), load_policy(policy), kv_budget=kv_budget
+    )
     recorder.owners = lambda: {request.slot: request for request in engine.scheduler.running}
     run = bare.drive(engine, workload, advance=advance)
     tokens = {
@@ -107,7 +111,7 @@ def recompute_cost(model: Transformer, tokens: int = MAX_LEN) -> dict[str, float
 
     The copy is within this machine's memory: the least a swap could cost.
     """
-    kv = model.new_kv(1, tokens)
+    kv = model.new_storage(1, tokens)
     slot_bytes = sum(part[:, 0].numel() * part.element_size() for part in (kv.keys, kv.values))
     positions = np.arange(tokens, dtype=np.int64)
     batch = Batch(positions, positions, np.zeros_like(positions), np.array([tokens - 1]))
@@ -133,7 +137,7 @@ def _median_seconds(work: Callable[[], None], model: Transformer, repeats: int =
     for _ in range(repeats):
         started = time.perf_counter()
         work()
-        if model.device.type == "cuda":
+        if model.backend.device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds)
@@ -144,7 +148,7 @@ def peak_kv(records: Sequence[StepRecord]) -> int:
     held: dict[str, int] = {}
     peak = 0
     for record in records:
-        held |= {span.request_id: span.start + span.tokens for span in record.spans}
+        held |= {span.request_id: span.start + span.tokens for span in record.shares}
         peak = max(peak, sum(held.values()))
         for name in (*record.finished, *record.preempted):
             held.pop(name, None)

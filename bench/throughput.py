@@ -13,7 +13,8 @@ from bench import bare, workload
 from bench.report import Advance, Report
 from engine_actor.engine import Engine
 from model.batch import Batch
-from model.slot_kv import SlotKV
+from model.model_executor import ModelExecutor
+from model.storage import SlotStorage
 from model.transformer import Transformer
 from policies.fcfs import Fcfs
 
@@ -29,9 +30,9 @@ class Counting:
     def row_count(self, rows: int) -> int:
         return self.model.row_count(rows)
 
-    def forward(self, batch: Batch, kv: SlotKV) -> torch.Tensor:
+    def forward(self, batch: Batch, storage: SlotStorage) -> torch.Tensor:
         self.calls[len(batch), len(batch.logit_rows)] += 1
-        return self.model.forward(batch, kv)
+        return self.model.forward(batch, storage)
 
 
 @torch.inference_mode()
@@ -43,14 +44,16 @@ def linear_seconds(model: Transformer, calls: Counter[tuple[int, int]], advance:
     for (rows, logits), times in sorted(calls.items()):
         body = [
             (
-                torch.randn(count, config.hidden_size, device=model.device).to(model.dtype),
-                torch.randn(count, attended, device=model.device).to(model.dtype),
-                torch.randn(count, config.intermediate_size, device=model.device).to(model.dtype),
+                torch.randn(count, config.hidden_size, device=model.backend.device).to(model.backend.dtype),
+                torch.randn(count, attended, device=model.backend.device).to(model.backend.dtype),
+                torch.randn(count, config.intermediate_size, device=model.backend.device).to(
+                    model.backend.dtype
+                ),
             )
             for count in model.row_counts.tiles(rows)
         ]
         head = [
-            torch.randn(count, config.hidden_size, device=model.device).to(model.dtype)
+            torch.randn(count, config.hidden_size, device=model.backend.device).to(model.backend.dtype)
             for count in model.head_row_counts.tiles(logits)
         ]
         started = time.perf_counter()
@@ -63,7 +66,7 @@ def linear_seconds(model: Transformer, calls: Counter[tuple[int, int]], advance:
                     layer.down(inner)
             for hidden in head:
                 weights.head(hidden)
-        if model.device.type == "cuda":
+        if model.backend.device.type == "cuda":
             torch.cuda.synchronize()
         total += time.perf_counter() - started
         advance(times)
@@ -87,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     rows: list[tuple[float, float, float]] = []
     for turn in range(1, args.rounds + 1):
         counting = Counting(model)
-        engine = Engine(counting, model.new_kv(args.slots, 2048), Fcfs())
+        engine = Engine(ModelExecutor(counting, model.new_storage(args.slots, 2048)), Fcfs())
         with report.progress(f"engine {turn}/{args.rounds}", work.output_tokens) as advance:
             run = bare.drive(engine, work, advance=advance)
         with report.progress(f"linear layers {turn}/{args.rounds}", counting.calls.total()) as advance:

@@ -63,8 +63,8 @@ class Load:
     open: dict[str, Request] = field(default_factory=dict)
 
     def step(self, telemetry: Telemetry | None) -> None:
-        every = BLOCK_STEPS // self.engine.kv.num_slots
-        if self.engine.steps % every == 0 and len(self.open) < self.engine.kv.num_slots:
+        every = BLOCK_STEPS // self.engine.slots.count
+        if self.engine.steps % every == 0 and len(self.open) < self.engine.slots.count:
             self._arrive(telemetry)
         outputs, record = self.engine.step()
         if telemetry is not None:
@@ -79,9 +79,9 @@ class Load:
         self.started += 1
         request = Request(
             f"chatcmpl-{self.started:032x}",
-            [(self.started * 31 + index) % self.engine.model.vocab_size for index in range(PROMPT_TOKENS)],
+            [(self.started * 31 + index) % self.engine.executor.vocab_size for index in range(PROMPT_TOKENS)],
             SamplingParams(max_tokens=BLOCK_STEPS - 1, temperature=0.0, ignore_eos=True),
-            arrival=time.time(),
+            arrival=time.monotonic(),
             trace_context={"traceparent": f"00-{self.started:032x}-{self.started:016x}-01"},
         )
         self.open[request.id] = request

@@ -17,7 +17,8 @@ from model.batch import Batch
 from model.executor import SamplingParams
 from model.files import find_model
 from model.loader import load_model
-from model.slot_kv import SlotKV
+from model.model_executor import ModelExecutor
+from model.storage import SlotStorage
 from model.transformer import Transformer
 from policies import load_policy
 
@@ -34,30 +35,29 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
 
     model = load_model(config.model, device=config.device, dtype=config.dtype)
     max_len = min(config.max_len, model.config.context)
-    kv = model.new_kv(config.max_num_seqs, max_len)
-    bits = _warm_up(model, kv)
+    storage = model.new_storage(config.max_num_seqs, max_len)
+    bits = _warm_up(model, storage)
     engine = Engine(
-        model,
-        kv,
+        ModelExecutor(model, storage),
         load_policy(config.policy, **config.policy_settings),
         mode=config.mode,
         max_step_tokens=config.max_step_tokens,
         kv_budget=config.kv_budget_tokens,
     )
-    return engine, _describe(config, engine, model, threads, bits)
+    return engine, _describe(config, engine, model, storage, threads, bits)
 
 
-def _warm_up(model: Transformer, kv: SlotKV) -> bytes:
+def _warm_up(model: Transformer, storage: SlotStorage) -> bytes:
     """Compile the kernels and touch the weights, so that no request waits for it. Uses the scratch slot.
 
     Returns the bits of what these weights on this machine say to fixed tokens.
     """
     bits = b""
-    for rows in (min(16, kv.max_len), 1):
+    for rows in (min(16, storage.max_len), 1):
         steps = np.arange(rows, dtype=np.int64)
         tokens = np.linspace(0, model.vocab_size - 1, rows, dtype=np.int64)
-        batch = Batch(tokens, steps, np.full_like(steps, kv.scratch), steps[-1:])
-        logits = model.forward(batch, kv)
+        batch = Batch(tokens, steps, np.full_like(steps, storage.scratch), steps[-1:])
+        logits = model.forward(batch, storage)
         bits += logits.cpu().numpy().tobytes()
     for temperature in (0.0, 1.0):
         params = SamplingParams(temperature=temperature, top_p=0.9, logprobs=1)
@@ -66,30 +66,33 @@ def _warm_up(model: Transformer, kv: SlotKV) -> bytes:
 
 
 def _describe(
-    config: EngineConfig, engine: Engine, model: Transformer, threads: int, bits: bytes
+    config: EngineConfig,
+    engine: Engine,
+    model: Transformer,
+    storage: SlotStorage,
+    threads: int,
+    bits: bytes,
 ) -> EngineInfo:
-    kv = engine.kv
-    megabytes = (kv.keys.nbytes + kv.values.nbytes) / 2**20
     name = find_model(config.model).name
     counts = model.row_counts
-    dtype = str(model.dtype).removeprefix("torch.")
-    outputs_depend_on = f"{name} {model.config} {model.device.type} {dtype} {torch.__version__}"
+    device, dtype = model.backend.device.type, str(model.backend.dtype).removeprefix("torch.")
+    outputs_depend_on = f"{name} {model.config} {device} {dtype} {torch.__version__}"
     exactness = "bit-exact in any batch" if model.exact else "NOT bit-exact on this machine"
     summary = (
-        f"{name} on {model.device.type} in {dtype}; {exactness} "
+        f"{name} on {device} in {dtype}; {exactness} "
         f"({len(counts.kept)} of {len(counts.candidates)} row counts agree); "
-        f"{kv.num_slots} slots of {kv.max_len} tokens, {megabytes:.0f} MB KV, "
+        f"{storage.num_slots} slots of {storage.max_len} tokens, {storage.nbytes / 2**20:.0f} MB KV, "
         f"budget {engine.scheduler.kv_budget} tokens; {threads} threads; "
         f"policy {engine.scheduler.policy.name}, mode {config.mode}"
     )
     return EngineInfo(
         summary=summary,
         vocab_size=model.vocab_size,
-        max_len=kv.max_len,
+        max_len=storage.max_len,
         largest_request=engine.scheduler.largest_request,
         exact=model.exact,
         fingerprint="fp_" + hashlib.blake2b(outputs_depend_on.encode() + bits, digest_size=5).hexdigest(),
-        slots=kv.num_slots,
+        slots=storage.num_slots,
         mode=config.mode,
         policy=engine.scheduler.policy.name,
         eos_token_ids=model.config.eos_token_ids,

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine_actor.engine import Interval, Span, StepRecord
+from engine_actor.records import Interval, Share, StepRecord
 
 STEPS_TRACK = 0
 FIRST_SLOT_TRACK = 1
@@ -66,7 +66,7 @@ class _EngineTrace:
     def events(self, records: Iterable[StepRecord]) -> list[Event]:
         slots = end = 0
         for record in records:
-            slots = max(slots, record.running + record.free_slots, *(s.slot + 1 for s in record.spans), 0)
+            slots = max(slots, record.running + record.free_slots, *(s.slot + 1 for s in record.shares), 0)
             # The wall clock and the monotonic one disagree by a little; steps never overlap.
             start = max(end, round((record.started - self._origin) * 1e9))
             end = start + _ns(record.seconds)
@@ -74,8 +74,8 @@ class _EngineTrace:
             for request_id, reason in record.preempted.items():
                 self._preempt(request_id, reason, start)
             forwards = [i for i in record.intervals if i.phase in ("prefill", "decode")]
-            for span in record.spans:
-                self._serve(span, record.number, start, forwards[span.forward], end)
+            for share in record.shares:
+                self._serve(share, record.number, start, forwards[share.forward], end)
             for request_id in record.finished:
                 self._close(request_id, end)
         for request_id, (_, bar, _) in list(self._holders.items()):
@@ -105,12 +105,12 @@ class _EngineTrace:
         self._events.append(((at, 0, 0), event | {"name": name, "ts": at / 1000, "args": args}))
 
     def _step(self, record: StepRecord, start: int, end: int) -> None:
-        prefill = sum(span.tokens for span in record.spans if span.kind == "prefill")
+        prefill = sum(share.tokens for share in record.shares if share.kind == "prefill")
         args = {
             "step": record.number,
-            "requests": [span.request_id for span in record.spans],
+            "requests": [share.request_id for share in record.shares],
             "prefill rows": prefill,
-            "decode rows": sum(span.tokens for span in record.spans) - prefill,
+            "decode rows": sum(share.tokens for share in record.shares) - prefill,
             "padding rows": record.padded_rows - record.rows,
             "waiting": record.waiting,
             "running": record.running,
@@ -133,23 +133,23 @@ class _EngineTrace:
         if mark := self._marks.get((self._engine, record.number)):
             self._instant(STEPS_TRACK, mark, start, "g", {"step": record.number})
 
-    def _serve(self, span: Span, step: int, start: int, forward: Interval, step_end: int) -> None:
+    def _serve(self, share: Share, step: int, start: int, forward: Interval, step_end: int) -> None:
         begin, stop = start + _ns(forward.offset), start + _ns(forward.offset + forward.seconds)
         # A token is out when its step ends, not when its forward does.
-        end = step_end if span.sampled else stop
-        if span.request_id not in self._holders:
-            bar = _Bar(span.request_id, begin, end, {"tenant": span.tenant, "request": span.request_id})
-            self._holders[span.request_id] = (span.slot, bar, _Bar(span.kind, begin, end, {"tokens": 0}))
-        slot, bar, phase = self._holders[span.request_id]
-        if phase.name != span.kind:
+        end = step_end if share.sampled else stop
+        if share.request_id not in self._holders:
+            bar = _Bar(share.request_id, begin, end, {"tenant": share.tenant, "request": share.request_id})
+            self._holders[share.request_id] = (share.slot, bar, _Bar(share.kind, begin, end, {"tokens": 0}))
+        slot, bar, phase = self._holders[share.request_id]
+        if phase.name != share.kind:
             self._slice(FIRST_SLOT_TRACK + slot, 1, phase.name, phase.start, phase.end, phase.args)
-            phase = _Bar(span.kind, phase.end, end, {"tokens": 0})
-            self._holders[span.request_id] = (slot, bar, phase)
-        phase.args["tokens"] += span.tokens
+            phase = _Bar(share.kind, phase.end, end, {"tokens": 0})
+            self._holders[share.request_id] = (slot, bar, phase)
+        phase.args["tokens"] += share.tokens
         bar.end = phase.end = end
-        name = f"chunk {span.start}..{span.start + span.tokens}" if span.kind == "prefill" else "token"
-        args = {"step": step, "from": span.start, "tokens": span.tokens}
-        self._slice(FIRST_SLOT_TRACK + slot, 2, name, begin, stop, args if span.kind == "prefill" else {})
+        name = f"chunk {share.start}..{share.start + share.tokens}" if share.kind == "prefill" else "token"
+        args = {"step": step, "from": share.start, "tokens": share.tokens}
+        self._slice(FIRST_SLOT_TRACK + slot, 2, name, begin, stop, args if share.kind == "prefill" else {})
 
     def _preempt(self, request_id: str, reason: str, at: int) -> None:
         if request_id in self._holders:

@@ -14,7 +14,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from engine_actor.engine import StepRecord
+from engine_actor.records import StepRecord
 
 TENANT_LABELS = 32
 OTHER_TENANTS = "other"

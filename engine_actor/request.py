@@ -27,7 +27,7 @@ class Phase(enum.StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence to complete. Times are seconds of the engine's clock (`time.time` when served).
+    """One sequence to complete. Times are seconds of the engine's clock (`time.monotonic` when served).
 
     `resumed` holds output tokens that another engine already produced: they are prefilled like a
     prompt, and the next token is the one that would have come.

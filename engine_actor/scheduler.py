@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Literal, cast
 
 from engine_actor.request import NO_SLOT, Phase, PreemptReason, Request
-from model.slot_kv import SlotKV
+from engine_actor.slots import Slots
+from model.executor import Work
 from policies.base import Policy
 
 Mode = Literal["separate", "batched", "chunked"]
@@ -29,19 +30,12 @@ decodes there is nobody to disturb."""
 
 
 @dataclass(slots=True)
-class Work:
-    """The next `count` tokens of a request, to be computed in one forward."""
-
-    request: Request
-    count: int
-
-
-@dataclass(slots=True)
 class Plan:
-    """One step: forwards that only prefill, then the one that decodes (and carries chunks)."""
+    """One step: forwards of prompts alone, then the one that everybody else shares."""
 
     prefills: list[list[Work]] = field(default_factory=list)
-    decode: list[Work] = field(default_factory=list)
+    batch: list[Work] = field(default_factory=list)
+    """A row of each request that decodes, then chunks of prompts."""
     admitted: list[Request] = field(default_factory=list)
     preempted: dict[Request, PreemptReason] = field(default_factory=dict)
 
@@ -57,47 +51,46 @@ class Scheduler:
 
     def __init__(
         self,
-        kv: SlotKV,
+        slots: Slots,
         policy: Policy,
         *,
         mode: Mode = "chunked",
         max_step_tokens: int | None = None,
         kv_budget: int | None = None,
     ) -> None:
-        if mode == "chunked" and max_step_tokens is not None and max_step_tokens <= kv.num_slots:
+        if mode == "chunked" and max_step_tokens is not None and max_step_tokens <= slots.count:
             raise ValueError(
-                f"max_step_tokens ({max_step_tokens}) must exceed the number of slots ({kv.num_slots}), "
+                f"max_step_tokens ({max_step_tokens}) must exceed the number of slots ({slots.count}), "
                 "or a full batch of decodes leaves no room for any prompt"
             )
-        self.kv = kv
+        self.slots = slots
         self.policy = policy
         self.mode = mode
         self.max_step_tokens = max_step_tokens
-        self.kv_budget = kv.num_slots * kv.max_len if kv_budget is None else kv_budget
+        self.kv_budget = slots.count * slots.max_len if kv_budget is None else kv_budget
         self.running: list[Request] = []
         """Slot holders in order of admission."""
-        self.held: dict[int, int] = {}
-        """Finished requests that a gang policy keeps in the batch until the whole of it is done: the
-        tokens each had, by slot."""
+        self.lingering: list[Request] = []
+        """Finished requests whose policy lets them keep their slots for now."""
         policy.capacity(self.kv_budget)
 
     @property
     def largest_request(self) -> int:
         """Most tokens (prompt + max_tokens) a request may need: more could never finish."""
-        return min(self.kv.max_len, self.kv_budget)
+        return min(self.slots.max_len, self.kv_budget)
 
     @property
     def step_tokens(self) -> int:
         """Rows that a step may hold in mode `chunked`, now."""
         if self.max_step_tokens is None:
             nobody_decodes = all(r.phase is not Phase.DECODE for r in self.running)
-            if nobody_decodes or len(self.policy):
-                return BUSY_TOKENS_PER_SLOT * self.kv.num_slots
+            if nobody_decodes or self.policy.waiting:
+                return BUSY_TOKENS_PER_SLOT * self.slots.count
         return self._least_step_tokens
 
     @property
     def _least_step_tokens(self) -> int:
-        calm = CALM_TOKENS_PER_SLOT * self.kv.num_slots
+        calm = CALM_TOKENS_PER_SLOT * self.slots.count
         return calm if self.max_step_tokens is None else self.max_step_tokens
 
     def plan(self, now: float) -> Plan:
@@ -106,7 +99,8 @@ class Scheduler:
         demand = self._shrink(plan, now)
         self._admit(plan, demand, now)
         decoding = Phase.DECODE
-        plan.decode = [Work(r, 1) for r in self.running if r.phase is decoding]
+        plan.batch = [Work(r, r.slot, r.computed, 1) for r in self.running if r.phase is decoding]
+        plan.batch += [Work(r, r.slot, len(r.tokens) - 1, 1, idle=True) for r in self.lingering]
         prefilling = [r for r in self.running if r.phase is not decoding]
         if not prefilling:
             return plan
@@ -117,32 +111,28 @@ class Scheduler:
             plan.prefills = self._whole(prefilling)
         return plan
 
-    def retire_finished(self) -> list[Request]:
-        """Take the finished requests off the running list and free their slots at once."""
-        finished = [r for r in self.running if r.phase is Phase.FINISHED]
-        if finished:
+    def retire(self) -> None:
+        """Free the slots of those who are done, at once, unless their policy has them linger."""
+        done = [r for r in self.running if r.phase is Phase.FINISHED]
+        if done:
             self.running = [r for r in self.running if r.phase is not Phase.FINISHED]
-            for request in finished:
+            self.lingering += done
+        if not self.lingering:
+            return
+        if self.policy.releases(len(self.running)):
+            for request in self.lingering:
                 self.policy.finish(request)
-                self._release(request)
-        return finished
-
-    def _release(self, request: Request) -> None:
-        if self.policy.gang:
-            self.kv.clear(request.slot)
-            self.held[request.slot] = len(request.tokens)
-            if not self.running:
-                for slot in self.held:
-                    self.kv.release(slot)
-                self.held.clear()
+                self.slots.release(request.slot)
+                request.slot = NO_SLOT
+            self.lingering = []
         else:
-            self.kv.release(request.slot)
-        request.slot = NO_SLOT
+            for request in done:
+                self.slots.clear(request.slot)
 
     def _preempt(self, request: Request, reason: PreemptReason, plan: Plan, now: float) -> None:
         """Forget the KV, keep the tokens: the request waits again and will recompute."""
         self.running.remove(request)
-        self.kv.release(request.slot)
+        self.slots.release(request.slot)
         request.slot = NO_SLOT
         request.recomputed_tokens += request.computed
         request.computed = 0
@@ -167,10 +157,8 @@ class Scheduler:
         return demand
 
     def _admit(self, plan: Plan, demand: int, now: float) -> None:
-        if self.policy.gang and self.running:
-            return
         while (head := cast(Request | None, self.policy.peek(now))) is not None:
-            if not self._fits(head, self.kv.free_slots, demand, len(self.running)):
+            if not self._fits(head, self.slots.free, demand, len(self.running)):
                 yielding = self._yielding(head, plan, demand, now)
                 if not yielding:
                     return
@@ -183,7 +171,7 @@ class Scheduler:
                 head.admitted = now
                 # Tokens that another engine produced mean that it was charged for the prompt, too.
                 self.policy.charge(head, 0 if head.resumed else head.prompt_len, 0)
-            head.slot = self.kv.acquire()
+            head.slot = self.slots.allocate(head.id)
             head.phase = Phase.PREFILL
             self.running.append(head)
             plan.admitted.append(head)
@@ -206,7 +194,7 @@ class Scheduler:
         candidates = cast(Sequence[Request], self.policy.displaced(head, running, now))
         for count, request in enumerate(candidates, start=1):
             demand -= len(request.tokens)
-            if self._fits(head, self.kv.free_slots + count, demand, len(self.running) - count):
+            if self._fits(head, self.slots.free + count, demand, len(self.running) - count):
                 return list(candidates[:count])
         return list(candidates) if self.policy.insists else []
 
@@ -215,23 +203,32 @@ class Scheduler:
         alone: list[list[Work]] = []
         shared: list[Work] = []
         for request in prefilling:
-            missing = len(request.tokens) - request.computed
+            start, end = request.computed, len(request.tokens)
             if request.params.prompt_logprobs is not None:
-                pieces = range(0, missing, MAX_SCORED_ROWS)
-                alone += [[Work(request, min(MAX_SCORED_ROWS, missing - piece))] for piece in pieces]
+                pieces = range(start, end, MAX_SCORED_ROWS)
+                alone += [[_prefill(request, at, min(MAX_SCORED_ROWS, end - at))] for at in pieces]
             elif self.mode == "separate":
-                alone.append([Work(request, missing)])
+                alone.append([_prefill(request, start, end - start)])
             else:
-                shared.append(Work(request, missing))
+                shared.append(_prefill(request, start, end - start))
         return [shared, *alone] if shared else alone
 
     def _chunk(self, plan: Plan, prefilling: list[Request]) -> None:
-        room, scored_room = self.step_tokens - len(plan.decode), MAX_SCORED_ROWS
+        room, scored_room = self.step_tokens - len(plan.batch), MAX_SCORED_ROWS
         for request in prefilling:
             count = min(room, len(request.tokens) - request.computed)
             if request.params.prompt_logprobs is not None:
                 count = min(count, scored_room)
                 scored_room -= count
             if count:
-                plan.decode.append(Work(request, count))
+                plan.batch.append(_prefill(request, request.computed, count))
                 room -= count
+
+
+def _prefill(request: Request, start: int, count: int) -> Work:
+    """The next tokens of a request, with the positions that score a prompt token if that is still wanted."""
+    work = Work(request, request.slot, start, count)
+    if request.params.prompt_logprobs is not None:
+        first = max(start, len(request.prompt_scores))
+        work.scored = range(first, max(first, min(start + count, request.prompt_len - 1)))
+    return work

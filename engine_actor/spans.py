@@ -16,7 +16,8 @@ from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.trace import Link, SpanContext, Status, StatusCode, get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from engine_actor.engine import StepRecord
+from engine_actor.clock import wall
+from engine_actor.records import StepRecord
 from engine_actor.request import FinishReason, PreemptReason
 from engine_actor.span_export import SAMPLED, SCOPE
 
@@ -47,14 +48,14 @@ def child_context(parent: SpanContext | None) -> SpanContext:
 def step_spans(record: StepRecord, engine: str, policy: str, resource: Resource) -> list[ReadableSpan]:
     """`engine.step` in a trace of its own, then a child per interval of the step."""
     context = child_context(None)
-    requests = list(dict.fromkeys(span.request_id for span in record.spans))
-    prefill = sum(span.tokens for span in record.spans if span.kind == "prefill")
+    requests = list(dict.fromkeys(share.request_id for share in record.shares))
+    prefill = sum(share.tokens for share in record.shares if share.kind == "prefill")
     attributes: dict[str, Any] = {
         "slotserve.engine": engine,
         "slotserve.policy": policy,
         "slotserve.step.number": record.number,
         "slotserve.step.rows.prefill": prefill,
-        "slotserve.step.rows.decode": sum(span.tokens for span in record.spans) - prefill,
+        "slotserve.step.rows.decode": sum(share.tokens for share in record.shares) - prefill,
         "slotserve.step.rows.padding": record.padded_rows - record.rows,
         "slotserve.step.forwards": record.forwards,
         "slotserve.step.request_ids": requests[:MAX_REQUEST_IDS],
@@ -71,7 +72,7 @@ def step_spans(record: StepRecord, engine: str, policy: str, resource: Resource)
     }
     for phase, seconds in record.phases.items():
         attributes[f"slotserve.step.{phase}_us"] = round(seconds * 1e6, 1)
-    start = _ns(record.started)
+    start = _ns(wall(record.started))
     status = Status(StatusCode.ERROR, "a forward failed") if record.errors else Status()
     spans = [
         _span("engine.step", context, None, resource, attributes, start, start + _ns(record.seconds), status)
@@ -162,7 +163,7 @@ def request_spans(
                     "slotserve.chunk.start": start,
                     "slotserve.chunk.tokens": tokens,
                 },
-                timestamp=_ns(at),
+                timestamp=_ns(wall(at)),
             )
             for at, step, start, tokens in stage.chunks
         ]
@@ -174,8 +175,8 @@ def request_spans(
                 parent,
                 resource,
                 attributes,
-                _ns(stage.start),
-                _ns(stage.end),
+                _ns(wall(stage.start)),
+                _ns(wall(stage.end)),
                 Status(StatusCode.ERROR, "the engine failed") if failed else Status(),
                 events,
                 stage.links(),

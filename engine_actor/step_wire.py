@@ -13,21 +13,24 @@ from dataclasses import fields
 from operator import attrgetter
 from typing import Any
 
-from engine_actor.engine import Interval, Span, StepRecord
+from engine_actor.clock import wall
+from engine_actor.records import Interval, Share, StepRecord
 
 _interval = attrgetter(*(f.name for f in fields(Interval)))
-_span = attrgetter(*(f.name for f in fields(Span)))
-_PLAIN = tuple(f.name for f in fields(StepRecord) if f.name not in ("intervals", "spans", "zero"))
+_share = attrgetter(*(f.name for f in fields(Share)))
+_PLAIN = tuple(f.name for f in fields(StepRecord) if f.name not in ("intervals", "shares"))
 
 
 def encode_step(record: StepRecord, extra: Mapping[str, Any] | None = None) -> bytes:
-    """One JSON object under the record's field names; spans and intervals as lists of field values.
+    """One JSON object under the record's field names, `started` as wall time.
 
+    Shares and intervals are lists of their field values.
     `extra` adds what the record does not know, such as who waits.
     """
     line: dict[str, Any] = {name: getattr(record, name) for name in _PLAIN}
+    line["started"] = wall(record.started)
     line["intervals"] = [_interval(interval) for interval in record.intervals]
-    line["spans"] = [_span(span) for span in record.spans]
+    line["shares"] = [_share(share) for share in record.shares]
     if extra:
         line.update(extra)
     return json.dumps(line, separators=(",", ":")).encode()
@@ -39,7 +42,7 @@ def decode_step(line: bytes | Mapping[str, Any]) -> StepRecord:
     return StepRecord(
         **{name: data[name] for name in _PLAIN},
         intervals=[Interval(*values) for values in data["intervals"]],
-        spans=[Span(*values) for values in data["spans"]],
+        shares=[Share(*values) for values in data["shares"]],
     )
 
 

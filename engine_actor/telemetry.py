@@ -17,9 +17,10 @@ import ray.util.metrics
 from opentelemetry.trace import SpanContext
 from prometheus_client.metrics_core import Metric
 
-from engine_actor.engine import Span, StepRecord
+from engine_actor.clock import wall
 from engine_actor.messages import TelemetryConfig
 from engine_actor.metrics import EngineMetrics
+from engine_actor.records import Share, StepRecord
 from engine_actor.request import PreemptReason, Request
 from engine_actor.span_export import SpanSink, open_sink
 from engine_actor.spans import (
@@ -162,7 +163,7 @@ class Telemetry:
     def steps_of_last(self, seconds: float) -> list[bytes]:
         """Encoded steps that started within the last `seconds` up to now, the oldest first."""
         self.flush()
-        since = time.time() - seconds
+        since = time.monotonic() - seconds
         with self._ring_lock:
             return [line for _, started, line in self._ring if started >= since]
 
@@ -172,7 +173,7 @@ class Telemetry:
         Of very many steps the newest NEWS_STEPS; of -1 in any case, as for a page that has just come.
         """
         newest, steps = self.steps_since(since, NEWS_STEPS)
-        return newest, page_message(self._engine, steps, time.time(), self.waiting())
+        return newest, page_message(self._engine, steps, wall(time.monotonic()), self.waiting())
 
     def figures(self) -> list[Metric]:
         """The metrics' families, with everything counted that has happened so far."""
@@ -223,7 +224,7 @@ class Telemetry:
         self._lives[request.id] = life
         self._waits(life, True)
         self._news["arrived"].append(
-            [request.id, request.tenant, request.arrival, request.prompt_len, request.params.max_tokens]
+            [request.id, request.tenant, wall(request.arrival), request.prompt_len, request.params.max_tokens]
         )
 
     def _stepped(self, record: StepRecord) -> None:
@@ -242,9 +243,9 @@ class Telemetry:
         for request_id in record.admitted:
             if (life := self._lives.get(request_id)) is not None:
                 self._admitted(life, record)
-        for span in record.spans:
-            if (life := self._lives.get(span.request_id)) is not None:
-                self._served(life, span, record, context)
+        for share in record.shares:
+            if (life := self._lives.get(share.request_id)) is not None:
+                self._served(life, share, record, context)
         self._keep(record)
 
     def _admitted(self, life: _Life, record: StepRecord) -> None:
@@ -256,26 +257,26 @@ class Telemetry:
                 self.metrics.prompt_tokens.inc(life.request.prompt_len, tenant=life.tenant)
         self._next_stage(life, "prefill", record.started)
 
-    def _served(self, life: _Life, span: Span, record: StepRecord, context: SpanContext | None) -> None:
+    def _served(self, life: _Life, share: Share, record: StepRecord, context: SpanContext | None) -> None:
         self._waits(life, False)
         stage = life.stages[-1]
-        stage.slot = span.slot
+        stage.slot = share.slot
         if context is not None:
             stage.rode_in(record.number, record.seconds, context, keep=self._link_all_steps)
-        if span.kind == "prefill":
-            stage.tokens += span.tokens
+        if share.kind == "prefill":
+            stage.tokens += share.tokens
             stage.chunk_count += 1
             if len(stage.chunks) < MAX_CHUNK_EVENTS:
-                stage.chunks.append((record.started, record.number, span.start, span.tokens))
-            self.metrics.recomputed_tokens.inc(max(0, min(life.computed - span.start, span.tokens)))
-        life.computed = max(life.computed, span.start + span.tokens)
-        if span.sampled:
-            self._token(life, span, record)
+                stage.chunks.append((record.started, record.number, share.start, share.tokens))
+            self.metrics.recomputed_tokens.inc(max(0, min(life.computed - share.start, share.tokens)))
+        life.computed = max(life.computed, share.start + share.tokens)
+        if share.sampled:
+            self._token(life, share, record)
 
-    def _token(self, life: _Life, span: Span, record: StepRecord) -> None:
+    def _token(self, life: _Life, share: Share, record: StepRecord) -> None:
         # A token is out when its step is over: that is when its frame leaves.
         now = record.started + record.seconds
-        if span.kind == "prefill":
+        if share.kind == "prefill":
             self._next_stage(life, "decode", now)
         else:
             life.stages[-1].tokens += 1
@@ -306,7 +307,7 @@ class Telemetry:
             self._sink.offer(
                 request_spans(request.id, life.parent, stages, self._engine, self._sink.resource, reason)
             )
-        self._news["ended"].append([request.id, reason, end])
+        self._news["ended"].append([request.id, reason, wall(end)])
 
     def _next_stage(
         self, life: _Life, name: StageName, at: float, reason: PreemptReason | None = None

@@ -1,4 +1,4 @@
-"""What one forward computes, and what the engine asks of a model."""
+"""What one forward computes, and what an executor asks of a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 if TYPE_CHECKING:
-    from model.slot_kv import SlotKV
+    from model.storage import SlotStorage
 
 IntArray = npt.NDArray[np.int64]
 
@@ -20,7 +20,7 @@ class Batch:
     """The rows of one ragged forward.
 
     A row is one token of one request. Rows of one slot are adjacent and their positions
-    ascend by one, starting at the slot's length in the KV cache: so each row finds the keys of
+    ascend by one, starting where the slot's keys and values end: so each row finds the keys of
     all positions before its own. Prefill and decode differ only in how many rows a slot brings.
     """
 
@@ -38,7 +38,7 @@ class Batch:
 
 
 class SlotModel(Protocol):
-    """A model the engine can drive: the transformer, or a toy in a test."""
+    """A model over slots: the transformer, or a toy in a test."""
 
     vocab_size: int
 
@@ -46,9 +46,6 @@ class SlotModel(Protocol):
         """Rows really computed for `rows` asked: the next count at which results are exact."""
         ...
 
-    def forward(self, batch: Batch, kv: SlotKV) -> torch.Tensor:
-        """Write the rows' keys and values into `kv` and return logits [samples, vocab], fp32.
-
-        Does not move `kv.lengths`; the engine does once the forward has succeeded.
-        """
+    def forward(self, batch: Batch, storage: SlotStorage) -> torch.Tensor:
+        """Write the rows' keys and values into `storage` and return logits [samples, vocab], fp32."""
         ...

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
+from model.backend import Backend, Linear
 from model.files import ModelFiles, find_model
-from model.linear import Linear
 from model.transformer import Layer, ModelConfig, Transformer, Weights
 
 SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -41,11 +41,11 @@ def load_model(
     Defaults: CUDA and bf16 where there is one, else CPU and fp32. Raises FileNotFoundError if there
     is no such model and ModelError if it is not a supported or not a whole one.
     """
-    device, dtype = choose_device(device, dtype)
+    backend = choose_backend(device, dtype)
     files = find_model(path)
     source: TensorSource = SafetensorsSource(files) if files.gguf_file is None else GgufSource(files)
     _check_heads(source.config)
-    return Transformer(source.config, _weights(source, device, dtype))
+    return Transformer(source.config, _weights(source, backend), backend)
 
 
 def _check_heads(c: ModelConfig) -> None:
@@ -56,10 +56,8 @@ def _check_heads(c: ModelConfig) -> None:
         )
 
 
-def choose_device(
-    device: torch.device | str | None, dtype: torch.dtype | str | None
-) -> tuple[torch.device, torch.dtype]:
-    """The device and the dtype to compute in; None: CUDA and bf16 where there is one, else CPU and fp32.
+def choose_backend(device: torch.device | str | None, dtype: torch.dtype | str | None) -> Backend:
+    """The kernels for a device and a dtype; None: CUDA and bf16 where there is one, else CPU and fp32.
 
     Raises ModelError for what this machine or its kernels cannot do.
     """
@@ -68,13 +66,21 @@ def choose_device(
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     elif isinstance(dtype, str):
         dtype = cast(torch.dtype, getattr(torch, dtype))
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if device.type == "cpu":
+        if dtype != torch.float32:
+            raise ModelError(f"the CPU kernels compute in float32, not {dtype}")
+        from model.cpu.backend import CpuBackend
+
+        return CpuBackend()
+    if device.type != "cuda":
+        raise ModelError(f"there are no kernels for device {device.type}: use cpu or cuda")
+    if not torch.cuda.is_available():
         raise ModelError("device is cuda, but torch sees no CUDA device on this machine")
-    if device.type == "cpu" and dtype != torch.float32:
-        raise ModelError(f"the CPU kernels compute in float32, not {dtype}")
-    if device.type == "cuda" and dtype not in (torch.bfloat16, torch.float16):
+    if dtype not in (torch.bfloat16, torch.float16):
         raise ModelError(f"attention on CUDA computes in bfloat16 or float16, not {dtype}")
-    return device, dtype
+    from model.cuda import CudaBackend
+
+    return CudaBackend(device, dtype)
 
 
 class TensorSource(Protocol):
@@ -88,7 +94,7 @@ class TensorSource(Protocol):
         ...
 
 
-def _weights(source: TensorSource, device: torch.device, dtype: torch.dtype) -> Weights:
+def _weights(source: TensorSource, backend: Backend) -> Weights:
     c = source.config
     q, kv = c.n_head * c.head_dim, c.n_kv_head * c.head_dim
 
@@ -99,13 +105,13 @@ def _weights(source: TensorSource, device: torch.device, dtype: torch.dtype) -> 
             raise ModelError(f"tensor {name} is missing") from None
         if tuple(found.shape) != shape:
             raise ModelError(f"tensor {name} has shape {tuple(found.shape)}, expected {shape}")
-        return found.to(device, dtype)
+        return found.to(backend.device, backend.dtype)
 
     def linear(parts: Mapping[str, int], width: int, bias: bool) -> Linear:
         """Several projections of one input as one matrix."""
         weight = torch.cat([tensor(f"{name}.weight", rows, width) for name, rows in parts.items()])
         biases = [tensor(f"{name}.bias", rows) for name, rows in parts.items()] if bias else []
-        return Linear(weight, torch.cat(biases) if bias else None)
+        return backend.linear(weight, torch.cat(biases) if bias else None)
 
     def layer(i: int) -> Layer:
         at = f"model.layers.{i}"
@@ -127,7 +133,9 @@ def _weights(source: TensorSource, device: torch.device, dtype: torch.dtype) -> 
         embedding=embedding,
         layers=[layer(i) for i in range(c.n_layer)],
         norm=tensor("model.norm.weight", c.hidden_size),
-        head=Linear(embedding if c.tied_head else tensor("lm_head.weight", c.vocab_size, c.hidden_size)),
+        head=backend.linear(
+            embedding if c.tied_head else tensor("lm_head.weight", c.vocab_size, c.hidden_size)
+        ),
         inverse_frequencies=source.inverse_frequencies,
     )
 

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from model import kernels
-from model.executor import MAX_LOGPROBS, Sampled, SamplingParams
-
-
-class Sequenced(Protocol):
-    """What the sampler reads of a request."""
-
-    params: SamplingParams
-    tokens: list[int]
-    """Prompt, then output so far."""
-    prompt_len: int
-    eos_token_ids: frozenset[int]
+from model.cpu import sampling as kernels
+from model.executor import MAX_LOGPROBS, Sampled, Sequenced
 
 
 class InvalidLogits(ValueError):

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from model.attention import Attention, CpuAttention, CudaAttention, HeadLayout, Rope
+from model.backend import Backend, HeadLayout, Linear, Rope
 from model.batch import Batch, IntArray
-from model.linear import HEAD_CANDIDATES, Linear, probe_row_counts
-from model.ops import add_rms_norm, silu_mul
-from model.slot_kv import SlotKV
+from model.storage import SlotStorage
 
+MOST_HEAD_ROWS = 64
+"""Rows of one product with the output head: few rows sample, and its products are large."""
 CHECKED_TOKENS = 300
 CHECKED_ROWS = 16
 """What the last start-up check compares: so many rows at the end of a sequence of so many tokens."""
@@ -75,37 +75,32 @@ class Weights:
 class Transformer:
     """A SlotModel: `forward` maps rows of tokens in slots to logits."""
 
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, backend: Backend) -> None:
         self.config = config
         self.vocab_size = config.vocab_size
-        self.dtype = weights.embedding.dtype
-        self.device = weights.embedding.device
         self.weights = weights
+        self.backend = backend
         layout = HeadLayout(config.n_head, config.n_kv_head, config.head_dim, config.norm_eps)
-        rope = Rope(weights.inverse_frequencies, config.context, self.device)
-        self._attention: Attention = (
-            CpuAttention(layout, rope) if self.device.type == "cpu" else CudaAttention(layout, rope)
-        )
+        rope = Rope(weights.inverse_frequencies, config.context, backend.device)
+        self._attention = backend.attention(layout, rope)
         first = weights.layers[0]
-        self.row_counts = probe_row_counts([first.qkv, first.output, first.gate_up, first.down])
-        self.head_row_counts = probe_row_counts([weights.head], HEAD_CANDIDATES)
+        self.row_counts = backend.row_counts([first.qkv, first.output, first.gate_up, first.down])
+        self.head_row_counts = backend.row_counts([weights.head], most=MOST_HEAD_ROWS)
         self.exact = self.row_counts.exact and self.head_row_counts.exact and company_changes_nothing(self)
         """Whether logits are a function of a sequence alone, as far as the start-up checks can tell."""
 
-    def new_kv(self, num_slots: int, max_len: int, *, poison: bool = False) -> SlotKV:
-        """Slot KV for this model. Raises ValueError if `max_len` exceeds the model's context."""
+    def new_storage(self, num_slots: int, max_len: int, *, poison: bool = False) -> SlotStorage:
+        """Slots for this model. Raises ValueError if `max_len` exceeds the model's context."""
         if max_len > self.config.context:
             raise ValueError(
                 f"max_len {max_len} exceeds the {self.config.context} tokens the model can attend to"
             )
-        return SlotKV(
+        return self.backend.storage(
             n_layer=self.config.n_layer,
             num_slots=num_slots,
             n_kv_head=self.config.n_kv_head,
             max_len=max_len,
             head_dim=self.config.head_dim,
-            dtype=self.dtype,
-            device=self.device,
             poison=poison,
         )
 
@@ -114,50 +109,52 @@ class Transformer:
         return sum(self.row_counts.tiles(rows))
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, kv: SlotKV) -> torch.Tensor:
+    def forward(self, batch: Batch, storage: SlotStorage) -> torch.Tensor:
         """See SlotModel. A batch beyond the largest exact row count runs as several, in order.
 
         Raises ValueError if a token, position, slot or logit row is out of range.
         """
-        self._check(batch, kv)
+        self._check(batch, storage)
         hidden = []
         start = 0
         for count in self.row_counts.tiles(len(batch)):
             end = min(start + count, len(batch))
             tokens = _padded(batch.tokens[start:end], count, 0)
             positions = _padded(batch.positions[start:end], count, 0)
-            slots = _padded(batch.slots[start:end], count, kv.scratch)
-            rows = self._rows(tokens, positions, slots, kv)
+            slots = _padded(batch.slots[start:end], count, storage.scratch)
+            rows = self._rows(tokens, positions, slots, storage)
             wanted = batch.logit_rows[(batch.logit_rows >= start) & (batch.logit_rows < end)] - start
-            hidden.append(rows[torch.from_numpy(wanted).to(self.device)])
+            hidden.append(rows[torch.from_numpy(wanted).to(self.backend.device)])
             start = end
         return self._logits(torch.cat(hidden))
 
-    def _check(self, batch: Batch, kv: SlotKV) -> None:
+    def _check(self, batch: Batch, storage: SlotStorage) -> None:
         """Refuse what would read or write outside the tables and the cache."""
         limits = (
             ("token", batch.tokens, self.vocab_size),
-            ("position", batch.positions, min(kv.max_len, self.config.context)),
+            ("position", batch.positions, min(storage.max_len, self.config.context)),
             # Scratch included: a caller's own padding rows go there.
-            ("slot", batch.slots, kv.scratch + 1),
+            ("slot", batch.slots, storage.scratch + 1),
             ("logit row", batch.logit_rows, len(batch)),
         )
         for name, values, limit in limits:
             if len(values) and not 0 <= values.min() <= values.max() < limit:
                 raise ValueError(f"{name}s must lie in 0..{limit - 1}, got {values.min()}..{values.max()}")
 
-    def _rows(self, tokens: IntArray, positions: IntArray, slots: IntArray, kv: SlotKV) -> torch.Tensor:
+    def _rows(
+        self, tokens: IntArray, positions: IntArray, slots: IntArray, storage: SlotStorage
+    ) -> torch.Tensor:
         """The last block's output, normalised: [rows, hidden]."""
         eps = self.config.norm_eps
-        x = self.weights.embedding[torch.from_numpy(tokens).to(self.device)]
+        x = self.weights.embedding[torch.from_numpy(tokens).to(self.backend.device)]
         delta = torch.zeros_like(x)
-        self._attention.begin(positions, slots, kv)
+        self._attention.begin(positions, slots, storage)
         for i, layer in enumerate(self.weights.layers):
-            h = add_rms_norm(x, delta, layer.attention_norm, eps)
+            h = self.backend.add_rms_norm(x, delta, layer.attention_norm, eps)
             a = self._attention(i, layer.qkv(h), layer.q_norm, layer.k_norm)
-            h = add_rms_norm(x, layer.output(a), layer.mlp_norm, eps)
-            delta = layer.down(silu_mul(layer.gate_up(h)))
-        return add_rms_norm(x, delta, self.weights.norm, eps)
+            h = self.backend.add_rms_norm(x, layer.output(a), layer.mlp_norm, eps)
+            delta = layer.down(self.backend.silu_mul(layer.gate_up(h)))
+        return self.backend.add_rms_norm(x, delta, self.weights.norm, eps)
 
     def _logits(self, rows: torch.Tensor) -> torch.Tensor:
         counts = self.head_row_counts.tiles(len(rows))
@@ -181,7 +178,7 @@ def company_changes_nothing(model: Transformer) -> bool:
     so many keys that no kernel takes them in one piece.
     """
     length = min(CHECKED_TOKENS, model.config.context)
-    kv = model.new_kv(2, length)
+    storage = model.new_storage(2, length)
     rng = np.random.default_rng(0)
     sequence, other = rng.integers(0, model.vocab_size, (2, length))
 
@@ -192,7 +189,7 @@ def company_changes_nothing(model: Transformer) -> bool:
         slots = np.concatenate([np.full(end - start, slot) for slot, start, end in runs])
         tokens = np.where(slots == 0, sequence[positions], other[positions])
         wanted = np.flatnonzero((slots == 0) & (positions >= length - CHECKED_ROWS))
-        return model.forward(Batch(tokens, positions, slots, wanted), kv)
+        return model.forward(Batch(tokens, positions, slots, wanted), storage)
 
     alone = logits((0, 0, length))
     cut, last = length // 3, length - 1

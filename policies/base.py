@@ -44,8 +44,6 @@ class Policy(ABC):
     """
 
     name: ClassVar[str]
-    gang: ClassVar[bool] = False
-    """True: slots come back, and requests are admitted, only when the whole batch is done."""
     insists: ClassVar[bool] = False
     """True: those `displaced` names yield even if the waiting request still does not fit then."""
 
@@ -65,9 +63,10 @@ class Policy(ABC):
     def admit(self, request: Schedulable, now: float) -> None:
         """Take `request`, the one `peek` named, out of the queue: it has a slot now."""
 
+    @property
     @abstractmethod
-    def __len__(self) -> int:
-        """Count the requests that wait."""
+    def waiting(self) -> int:
+        """How many requests wait."""
 
     def order(self, running: Sequence[Schedulable], now: float) -> list[Schedulable]:
         """Rank `running` (given in order of admission), the most deserving first.
@@ -94,6 +93,14 @@ class Policy(ABC):
 
     def finish(self, request: Schedulable) -> None:  # noqa: B027
         """Forget a running request: it is done, or was aborted."""
+
+    def releases(self, unfinished: int) -> bool:
+        """Tell whether finished requests give their slots back; asked while there are any, after each step.
+
+        `unfinished` others are still running. Until the answer is yes, the rows of the finished are computed
+        like any others, and nobody reads what comes of them.
+        """
+        return True
 
     def capacity(self, kv_tokens: int) -> None:  # noqa: B027
         """Learn, once and before all else, how many tokens the running requests may cache together."""

@@ -140,7 +140,8 @@ class Fair(Policy):
         ahead.sort(key=lambda request: -self._accounts[request.tenant].counter)
         return ahead
 
-    def __len__(self) -> int:
+    @property
+    def waiting(self) -> int:
         return self._waiting
 
     def _account(self, tenant: str) -> _Account:

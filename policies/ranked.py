@@ -68,5 +68,6 @@ class Ranked(Policy):
     def admit(self, request: Schedulable, now: float) -> None:
         self._queue.remove(request)
 
-    def __len__(self) -> int:
+    @property
+    def waiting(self) -> int:
         return len(self._queue)

@@ -1,4 +1,4 @@
-"""A toy model whose every answer depends on every token it can see, through the real slot KV."""
+"""A toy model whose every answer depends on every token it can see, through the real slot storage."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import torch
 from engine_actor.metrics import EngineMetrics
 from engine_actor.telemetry import Telemetry
 from model.batch import Batch
-from model.slot_kv import SlotKV
+from model.cpu.backend import CpuBackend
+from model.storage import SlotStorage
 
 VOCAB = 97
 
 
-def fake_kv(num_slots: int = 4, max_len: int = 64, *, poison: bool = True) -> SlotKV:
-    return SlotKV(n_layer=1, num_slots=num_slots, n_kv_head=1, max_len=max_len, head_dim=1, poison=poison)
+def fake_storage(num_slots: int = 4, max_len: int = 64, *, poison: bool = True) -> SlotStorage:
+    return CpuBackend().storage(
+        n_layer=1, num_slots=num_slots, n_kv_head=1, max_len=max_len, head_dim=1, poison=poison
+    )
 
 
 def fake_telemetry() -> Telemetry:
@@ -36,13 +39,13 @@ class FakeModel:
     def row_count(self, rows: int) -> int:
         return -(-rows // 4) * 4
 
-    def forward(self, batch: Batch, kv: SlotKV) -> torch.Tensor:
+    def forward(self, batch: Batch, storage: SlotStorage) -> torch.Tensor:
         self.forwards.append(batch)
         for token, position, slot in zip(batch.tokens, batch.positions, batch.slots, strict=True):
-            kv.values[0, slot, 0, position, 0] = float(token)
+            storage.values[0, slot, 0, position, 0] = float(token)
         logits = torch.zeros(len(batch.logit_rows), VOCAB)
         for sample, row in enumerate(batch.logit_rows):
-            seen = kv.values[0, batch.slots[row], 0, : batch.positions[row] + 1, 0]
+            seen = storage.values[0, batch.slots[row], 0, : batch.positions[row] + 1, 0]
             logits[sample] = torch.rand(VOCAB, generator=torch.Generator().manual_seed(context_hash(seen)))
         return logits
 

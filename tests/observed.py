@@ -25,9 +25,10 @@ from engine_actor.scheduler import Mode
 from engine_actor.telemetry import Telemetry
 from model.batch import Batch
 from model.executor import SamplingParams
-from model.slot_kv import SlotKV
+from model.model_executor import ModelExecutor
+from model.storage import SlotStorage
 from policies.fcfs import Fcfs
-from tests.fakes import FakeModel, fake_kv
+from tests.fakes import FakeModel, fake_storage
 
 
 class TimedModel(FakeModel):
@@ -38,10 +39,10 @@ class TimedModel(FakeModel):
         self.step_seconds = step_seconds
         self.row_seconds = row_seconds
 
-    def forward(self, batch: Batch, kv: SlotKV) -> torch.Tensor:
+    def forward(self, batch: Batch, storage: SlotStorage) -> torch.Tensor:
         time.sleep(self.step_seconds + self.row_seconds * len(batch))
         self.forwards.clear()
-        return super().forward(batch, kv)
+        return super().forward(batch, storage)
 
 
 class LocalView:
@@ -78,8 +79,8 @@ class RunningEngine:
         row_seconds: float = 0.0,
     ) -> None:
         model = TimedModel(step_seconds, row_seconds)
-        kv = fake_kv(num_slots=slots, max_len=1024, poison=False)
-        self.engine = Engine(model, kv, Fcfs(), mode=mode, max_step_tokens=slots + 48, kv_budget=kv_budget)
+        executor = ModelExecutor(model, fake_storage(num_slots=slots, max_len=1024, poison=False))
+        self.engine = Engine(executor, Fcfs(), mode=mode, max_step_tokens=slots + 48, kv_budget=kv_budget)
         self.info = {"engine": name, "mode": mode, "policy": "fcfs", "slots": slots}
         self.telemetry = Telemetry(name, EngineMetrics(name, {"mode": mode}), None, policy="fcfs")
         self.view = LocalView(name, self.telemetry)
@@ -92,7 +93,7 @@ class RunningEngine:
     def submit(self, name: str, prompt_len: int, max_tokens: int, tenant: str = "default") -> None:
         params = SamplingParams(max_tokens=max_tokens, temperature=0)
         prompt = [index % 90 for index in range(prompt_len)]
-        request = engine_request.Request(name, prompt, params, tenant=tenant, arrival=time.time())
+        request = engine_request.Request(name, prompt, params, tenant=tenant, arrival=time.monotonic())
         with self._lock:
             self.telemetry.on_submit(request)
             self.engine.submit(request)

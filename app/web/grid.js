@@ -2,7 +2,7 @@
 // shows how long each step took, so a stall is a tower (or, in time scale, a wide column).
 
 import { css, dark, paint, requestHue } from "./colour.js";
-import { SPAN } from "./store.js";
+import { SHARE } from "./store.js";
 
 const LABELS = 52;
 const STRIP = 46;
@@ -125,11 +125,11 @@ export class Grid {
     const inset = row > 9 ? 2 : 1;
     for (const { step, x, width } of this.columns) {
       if (step.idle > GAP_SECONDS) this.gap(context, x, step.idle, row * store.slots);
-      for (const span of step.spans) {
-        const request = store.requests.get(span[SPAN.id]);
+      for (const share of step.shares) {
+        const request = store.requests.get(share[SHARE.id]);
         if (!request) continue;
-        const kind = span[SPAN.kind];
-        const y = STRIP + span[SPAN.slot] * row + inset;
+        const kind = share[SHARE.kind];
+        const y = STRIP + share[SHARE.slot] * row + inset;
         const high = row - 2 * inset;
         const first = request.firstStep === step.number;
         const last = request.finishStep === step.number;
@@ -229,8 +229,8 @@ export class Grid {
     const column = this.columns.find((c) => x >= c.x && x < c.x + c.width);
     if (!column) return null;
     const slot = Math.floor((y - STRIP) / this.rowHeight(this.store));
-    const span = column.step.spans.find((s) => s[SPAN.slot] === slot);
-    return { ...column, slot, span, inGrid: slot >= 0 && slot < this.store.slots };
+    const share = column.step.shares.find((s) => s[SHARE.slot] === slot);
+    return { ...column, slot, share, inGrid: slot >= 0 && slot < this.store.slots };
   }
 
   hover(event) {
@@ -247,7 +247,7 @@ export class Grid {
     const left = Math.min(event.clientX - stage.left + 14, stage.width - this.tip.offsetWidth - 4);
     this.tip.style.left = `${Math.max(0, left)}px`;
     this.tip.style.top = `${event.clientY - stage.top + 16}px`;
-    this.canvas.style.cursor = hit.span ? "pointer" : "default";
+    this.canvas.style.cursor = hit.share ? "pointer" : "default";
     return undefined;
   }
 
@@ -257,7 +257,7 @@ export class Grid {
 
   click(event) {
     const hit = this.store && this.at(event);
-    if (hit) this.onSelect(hit.span ? hit.span[SPAN.id] : null);
+    if (hit) this.onSelect(hit.share ? hit.share[SHARE.id] : null);
   }
 
   key(event) {
@@ -269,8 +269,8 @@ export class Grid {
     } else if (event.key === "Enter" && this.cursor) {
       event.preventDefault();
       const step = this.store.steps[this.store.indexOf(this.cursor.number)];
-      const span = step?.spans.find((s) => s[SPAN.slot] === this.cursor.slot);
-      this.onSelect(span ? span[SPAN.id] : null);
+      const share = step?.shares.find((s) => s[SHARE.slot] === this.cursor.slot);
+      this.onSelect(share ? share[SHARE.id] : null);
     } else if (event.key === "Escape") {
       this.cursor = null;
       this.onSelect(null);
@@ -284,20 +284,20 @@ export class Grid {
     const slot = Math.max(0, Math.min(this.store.slots - 1, from.slot + (this.cursor ? rows : 0)));
     const step = this.store.steps[index];
     this.cursor = { number: step.number, slot };
-    const span = step.spans.find((s) => s[SPAN.slot] === slot);
-    this.onPointerStep(index, describe(this.store, { step, slot, span, inGrid: true }).join(", "));
+    const share = step.shares.find((s) => s[SHARE.slot] === slot);
+    this.onPointerStep(index, describe(this.store, { step, slot, share, inGrid: true }).join(", "));
   }
 }
 
-function describe(store, { step, slot, span, inGrid }) {
+function describe(store, { step, slot, share, inGrid }) {
   const took = `step ${step.number.toLocaleString("en")} took ${milliseconds(step.seconds)}`;
   if (!inGrid) return [took, `${step.prefill} prefill rows, ${step.decode} decode rows`, `${step.running} running, ${step.waiting} waiting`];
-  if (!span) return [`slot ${slot}: nobody`, took];
-  const request = store.requests.get(span[SPAN.id]);
-  const work = span[SPAN.kind] === "prefill"
-    ? `prefill: tokens ${span[SPAN.start]} to ${span[SPAN.start] + span[SPAN.tokens] - 1} of its prompt`
-    : `decode: ${request?.prompt ? `output token ${span[SPAN.start] - request.prompt + 2}` : "one token"}`;
-  return [`slot ${slot}: ${shortId(span[SPAN.id])} of ${span[SPAN.tenant]}`, work, took];
+  if (!share) return [`slot ${slot}: nobody`, took];
+  const request = store.requests.get(share[SHARE.id]);
+  const work = share[SHARE.kind] === "prefill"
+    ? `prefill: tokens ${share[SHARE.start]} to ${share[SHARE.start] + share[SHARE.tokens] - 1} of its prompt`
+    : `decode: ${request?.prompt ? `output token ${share[SHARE.start] - request.prompt + 2}` : "one token"}`;
+  return [`slot ${slot}: ${shortId(share[SHARE.id])} of ${share[SHARE.tenant]}`, work, took];
 }
 
 export function shortId(id) {

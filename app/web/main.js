@@ -120,7 +120,7 @@ function legend() {
 
 function sentence(step) {
   if (!step) return "No steps yet: send a prompt below.";
-  const busy = new Set(step.spans.map((span) => span[2])).size;
+  const busy = new Set(step.shares.map((share) => share[2])).size;
   const parts = [`Step ${step.number.toLocaleString("en")} served ${busy} of ${current.slots} slots in ${milliseconds(step.seconds)}`];
   const change = [];
   if (step.admitted.length) change.push(`${step.admitted.length} joined`);

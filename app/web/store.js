@@ -2,10 +2,10 @@
 
 const HISTORY_SECONDS = 600;
 // What a browser can hold with ease; reached only with very many slots.
-const MAX_SPANS = 600_000;
+const MAX_SHARES = 600_000;
 
-// Fields of a span as the server sends them.
-export const SPAN = { id: 0, tenant: 1, slot: 2, kind: 3, start: 4, tokens: 5, sampled: 6 };
+// Fields of a share as the server sends them.
+export const SHARE = { id: 0, tenant: 1, slot: 2, kind: 3, start: 4, tokens: 5, sampled: 6 };
 
 export class EngineStore {
   constructor(info) {
@@ -15,7 +15,7 @@ export class EngineStore {
     this.seconds = new Map();
     this.queue = {};
     this.tenants = [];
-    this.spans = 0;
+    this.shares = 0;
     this.version = 0;
   }
 
@@ -29,7 +29,7 @@ export class EngineStore {
       // An engine that was restarted counts from zero again.
       if (step.started <= last.end) return;
       this.steps = [];
-      this.spans = 0;
+      this.shares = 0;
     }
     const tail = step.intervals[step.intervals.length - 1];
     step.seconds = tail ? tail[1] + tail[2] : 0;
@@ -42,13 +42,13 @@ export class EngineStore {
       Object.assign(this.request(id, tenant), { arrival, prompt, max });
     }
     for (const id of Object.keys(step.preempted ?? {})) this.preempt(id, step);
-    for (const span of step.spans) this.serve(span, step);
+    for (const share of step.shares) this.serve(share, step);
     for (const id of step.finished) this.finish(id, step);
     for (const [id, reason, end] of step.ended ?? []) this.end(id, reason, end);
     this.count(step);
     this.queue = step.queue ?? {};
     this.steps.push(step);
-    this.spans += step.spans.length;
+    this.shares += step.shares.length;
     this.version += 1;
     this.forget(step.end);
   }
@@ -67,11 +67,11 @@ export class EngineStore {
     return request;
   }
 
-  serve(span, step) {
-    const kind = span[SPAN.kind];
-    const request = this.request(span[SPAN.id], span[SPAN.tenant]);
-    step[kind] += span[SPAN.tokens];
-    request.slot = span[SPAN.slot];
+  serve(share, step) {
+    const kind = share[SHARE.kind];
+    const request = this.request(share[SHARE.id], share[SHARE.tenant]);
+    step[kind] += share[SHARE.tokens];
+    request.slot = share[SHARE.slot];
     request.seen = step.end;
     request.firstStep ??= step.number;
     request.lastStep = step.number;
@@ -84,8 +84,8 @@ export class EngineStore {
     }
     segment.end = step.end;
     segment.lastStep = step.number;
-    segment.tokens += span[SPAN.tokens];
-    if (span[SPAN.sampled]) this.token(request, step);
+    segment.tokens += share[SHARE.tokens];
+    if (share[SHARE.sampled]) this.token(request, step);
   }
 
   token(request, step) {
@@ -128,7 +128,7 @@ export class EngineStore {
 
   // Busy slot-seconds are spread over the seconds that a step covers.
   count(step) {
-    const busy = new Set(step.spans.map((span) => span[SPAN.slot])).size;
+    const busy = new Set(step.shares.map((share) => share[SHARE.slot])).size;
     for (let at = step.started; at < step.end;) {
       const edge = Math.min(step.end, Math.floor(at) + 1);
       this.second(at).busy += busy * (edge - at);
@@ -150,15 +150,15 @@ export class EngineStore {
   forget(now) {
     const horizon = now - HISTORY_SECONDS;
     let old = 0;
-    let spans = this.spans;
-    while (old < this.steps.length - 1 && (this.steps[old].end < horizon || spans > MAX_SPANS)) {
-      spans -= this.steps[old].spans.length;
+    let shares = this.shares;
+    while (old < this.steps.length - 1 && (this.steps[old].end < horizon || shares > MAX_SHARES)) {
+      shares -= this.steps[old].shares.length;
       old += 1;
     }
     // In lumps: cutting the array at every step would copy it at every step.
     if (old < 256) return;
     this.steps.splice(0, old);
-    this.spans = spans;
+    this.shares = shares;
     const oldest = this.steps[0].number;
     for (const [id, request] of this.requests) {
       if (request.ended !== null && (request.lastStep ?? 0) < oldest && request.ended < horizon) {
@@ -196,11 +196,11 @@ export class EngineStore {
     return { tokens: [x, tokens], slots: [x, slots], ttft: [x, ttft50, ttft95], itl: [x, itl50, itl99] };
   }
 
-  // The last `span` seconds before `to` in one number each.
-  summary(to, span) {
+  // The last `share` seconds before `to` in one number each.
+  summary(to, share) {
     let tokens = 0, busy = 0;
     const ttft = [], itl = [];
-    for (let second = Math.floor(to) - span; second < Math.floor(to); second += 1) {
+    for (let second = Math.floor(to) - share; second < Math.floor(to); second += 1) {
       const figures = this.seconds.get(second);
       if (!figures) continue;
       tokens += figures.tokens;
@@ -209,8 +209,8 @@ export class EngineStore {
       itl.push(...figures.itl);
     }
     return {
-      tokens: tokens / span,
-      slots: Math.min(1, busy / span / this.slots),
+      tokens: tokens / share,
+      slots: Math.min(1, busy / share / this.slots),
       ttft: quantile(ttft, 0.5),
       itl: quantile(itl, 0.5),
     };

@@ -15,9 +15,10 @@ from engine_actor.engine import Engine
 from engine_actor.messages import EngineFailedError, EngineInfo, EngineStatus, Frame
 from engine_actor.request import FinishReason, Request
 from model.batch import Batch
-from model.slot_kv import SlotKV
+from model.model_executor import ModelExecutor
+from model.storage import SlotStorage
 from policies.fcfs import Fcfs
-from tests.fakes import VOCAB, FakeModel, fake_kv, fake_telemetry
+from tests.fakes import VOCAB, FakeModel, fake_storage, fake_telemetry
 
 POISON = VOCAB - 1
 """A prompt that begins with this token makes the toy model fail."""
@@ -33,11 +34,11 @@ class PacedModel(FakeModel):
         super().__init__()
         self.seconds = seconds
 
-    def forward(self, batch: Batch, kv: SlotKV) -> torch.Tensor:
+    def forward(self, batch: Batch, storage: SlotStorage) -> torch.Tensor:
         time.sleep(self.seconds)
         if ((batch.tokens == POISON) & (batch.positions == 0)).any():
             raise ValueError("the toy model choked")
-        return super().forward(batch, kv)
+        return super().forward(batch, storage)
 
 
 def build_toy(
@@ -46,8 +47,8 @@ def build_toy(
     """Builds an engine around the toy model."""
 
     def build() -> tuple[Engine, EngineInfo]:
-        kv = fake_kv(num_slots, max_len)
-        engine = Engine(PacedModel(seconds), kv, Fcfs(), kv_budget=kv_budget)
+        executor = ModelExecutor(PacedModel(seconds), fake_storage(num_slots, max_len))
+        engine = Engine(executor, Fcfs(), kv_budget=kv_budget)
         largest = engine.scheduler.largest_request
         info = EngineInfo("a toy", VOCAB, max_len, largest, True, "fp_toy", num_slots, "chunked", "fcfs")
         return engine, info

@@ -22,8 +22,10 @@ from engine_actor.messages import LEASE_SECONDS, EngineFailedError, EngineInfo, 
 from engine_actor.request import Request
 from model.batch import Batch
 from model.executor import SamplingParams
-from model.slot_kv import SlotKV
+from model.model_executor import ModelExecutor
+from model.storage import SlotStorage
 from tests.app.engines import POISON, LocalDirectory, LocalEngine, PacedModel, build_toy
+from tests.fakes import fake_storage
 
 
 def request(name: str, prompt: list[int], max_tokens: int, *, seed: int = 0) -> Request:
@@ -168,16 +170,16 @@ def test_a_request_that_kills_engines_takes_no_other_along(monkeypatch: pytest.M
         class Killed(PacedModel):
             engine: LocalEngine | None = None
 
-            def forward(self, batch: Batch, kv: SlotKV) -> torch.Tensor:
+            def forward(self, batch: Batch, storage: SlotStorage) -> torch.Tensor:
                 # What fails is tried again alone: by then another engine may have taken this one's place.
                 self.engine = self.engine or directory.engines[0]
                 if ((batch.tokens == POISON) & (batch.positions == 0)).any():
                     loop.call_soon_threadsafe(kill, self.engine)
-                return super().forward(batch, kv)
+                return super().forward(batch, storage)
 
         def build() -> tuple[Engine, EngineInfo]:
             engine, info = build_toy(num_slots=8)()
-            engine.model = Killed(0.005)
+            engine.executor = ModelExecutor(Killed(0.005), fake_storage(8, 64))
             return engine, info
 
         loop = asyncio.get_running_loop()

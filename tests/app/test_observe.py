@@ -87,7 +87,7 @@ def test_a_page_gets_what_runs_here_then_history_then_news(server: ObservedServe
             line = json.loads(next(lines))
             for step in line["steps"]:
                 if line["engine"] == running.view.name and step["number"] > newest:
-                    seen |= {span[0] for span in step["spans"]}
+                    seen |= {share[0] for share in step["shares"]}
 
 
 def test_nobody_looking_means_nobody_asked(server: ObservedServer) -> None:

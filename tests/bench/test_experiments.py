@@ -14,8 +14,9 @@ from bench.report import BenchError
 from bench.spike import Trial
 from engine_actor.engine import Engine
 from engine_actor.scheduler import Mode
+from model.model_executor import ModelExecutor
 from policies.fcfs import Fcfs
-from tests.fakes import FakeModel, fake_kv
+from tests.fakes import FakeModel, fake_storage
 
 
 def trial(worst: float, ttft: float) -> Trial:
@@ -40,15 +41,17 @@ def test_a_stall_of_one_trial_alone_does_not_count_and_one_of_all_does() -> None
 
 @pytest.mark.parametrize("mode", ["separate", "batched", "chunked"])
 def test_a_trial_blames_the_step_that_carried_the_prompt(mode: Mode) -> None:
-    engine = Engine(FakeModel(), fake_kv(max_len=512), Fcfs(), mode=mode, max_step_tokens=40)
+    engine = Engine(
+        ModelExecutor(FakeModel(), fake_storage(max_len=512)), Fcfs(), mode=mode, max_step_tokens=40
+    )
     result = spike._trial(engine, decoders=3, prompt=100)
     guilty = next(r for r in result.records if r.number == result.guilty)
-    rows = {span.request_id: span.tokens for span in guilty.spans if span.kind == "prefill"}
+    rows = {span.request_id: span.tokens for span in guilty.shares if span.kind == "prefill"}
     assert rows["long"] == (100 if mode != "chunked" else rows["long"])
     assert mode != "chunked" or rows["long"] <= 37
-    carried = sum(s.tokens for r in result.records for s in r.spans if s.request_id == "long")
+    carried = sum(s.tokens for r in result.records for s in r.shares if s.request_id == "long")
     assert carried >= 100
-    plain = sum(all(s.request_id != "long" or s.kind == "decode" for s in r.spans) for r in result.records)
+    plain = sum(all(s.request_id != "long" or s.kind == "decode" for s in r.shares) for r in result.records)
     assert plain > len(result.records) / 2
 
 

@@ -13,20 +13,23 @@ from bench.report import BenchError
 from bench.workload import Item, Workload
 from engine_actor.chrome_trace import chrome_trace
 from engine_actor.engine import Engine
+from model.model_executor import ModelExecutor
 from policies import load_policy
 from tests.bench.fake_server import FakeServer
-from tests.fakes import FakeModel, fake_kv
+from tests.fakes import FakeModel, fake_storage
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "static"])
 def test_a_trace_keeps_steps_stays_and_utilization(policy: str) -> None:
     items = [Item(f"r{i}", 0.0, (1, 2, 3), 2 + 5 * (i % 3)) for i in range(9)]
-    run = bare.drive(Engine(FakeModel(), fake_kv(), load_policy(policy)), Workload("toy", tuple(items)))
+    run = bare.drive(
+        Engine(ModelExecutor(FakeModel(), fake_storage()), load_policy(policy)), Workload("toy", tuple(items))
+    )
     seen = observed.cut(chrome_trace({0: run.records}), run.started, run.ended)
     assert (seen.slots, len(seen.steps)) == (4, len(run.records))
     assert len({(stay.slot, stay.started) for stay in seen.stays if stay.phase == "prefill"}) == 9
     busy = sum(step.seconds * step.requests for step in seen.steps)
-    worked = sum(record.seconds * len({span.slot for span in record.spans}) for record in run.records)
+    worked = sum(record.seconds * len({span.slot for span in record.shares}) for record in run.records)
     assert busy == pytest.approx(worked, rel=0.001)
     nothing = observed.cut(chrome_trace({0: run.records}), run.ended + 1, run.ended + 2)
     assert nothing.steps == []
@@ -35,7 +38,9 @@ def test_a_trace_keeps_steps_stays_and_utilization(policy: str) -> None:
 
 def test_a_step_that_begins_before_the_start_and_ends_after_it_counts() -> None:
     items = tuple(Item(f"r{i}", 0.0, (1, 2, 3), 6) for i in range(2))
-    records = bare.drive(Engine(FakeModel(), fake_kv(), load_policy("fcfs")), Workload("toy", items)).records
+    records = bare.drive(
+        Engine(ModelExecutor(FakeModel(), fake_storage()), load_policy("fcfs")), Workload("toy", items)
+    ).records
     third = records[2]
     trace, end = chrome_trace({0: records}), records[-1].started
     assert len(observed.cut(trace, third.started + third.seconds / 2, end).steps) == len(records) - 2

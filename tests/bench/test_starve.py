@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from bench.starve import peak_kv
-from engine_actor.engine import Span, StepRecord
+from engine_actor.records import Share, StepRecord
 
 
-def span(name: str, start: int, tokens: int) -> Span:
-    return Span(name, "default", 0, "prefill", start, tokens, sampled=False)
+def share(name: str, start: int, tokens: int) -> Share:
+    return Share(name, "default", 0, "prefill", start, tokens, sampled=False)
 
 
 def test_a_request_without_rows_in_a_step_still_holds_its_kv() -> None:
     records = [
-        StepRecord(0, 0.0, spans=[span("a", 0, 10), span("b", 0, 6)]),
-        StepRecord(1, 1.0, spans=[span("a", 10, 1)], finished=["a"]),
-        StepRecord(2, 2.0, spans=[span("b", 6, 5)], finished=["b"]),
+        StepRecord(0, 0.0, shares=[share("a", 0, 10), share("b", 0, 6)]),
+        StepRecord(1, 1.0, shares=[share("a", 10, 1)], finished=["a"]),
+        StepRecord(2, 2.0, shares=[share("b", 6, 5)], finished=["b"]),
     ]
     assert peak_kv(records) == 17

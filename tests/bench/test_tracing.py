@@ -10,12 +10,13 @@ import pytest
 from bench import tracing
 from bench.__main__ import main
 from engine_actor.engine import Engine
+from model.model_executor import ModelExecutor
 from policies.fcfs import Fcfs
-from tests.fakes import FakeModel, fake_kv
+from tests.fakes import FakeModel, fake_storage
 
 
 def toy(*_: object, **__: object) -> Engine:
-    return Engine(FakeModel(), fake_kv(16, 128, poison=False), Fcfs())
+    return Engine(ModelExecutor(FakeModel(), fake_storage(16, 128, poison=False)), Fcfs())
 
 
 def test_a_block_replaces_every_request_once() -> None:

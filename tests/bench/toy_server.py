@@ -21,9 +21,10 @@ from app.tenants import Tenants
 from app.text import Tokenizer
 from engine_actor.engine import Engine
 from engine_actor.messages import EngineInfo
+from model.model_executor import ModelExecutor
 from policies import load_policy
 from tests.app.engines import LocalDirectory, LocalEngine
-from tests.fakes import fake_kv
+from tests.fakes import fake_storage
 from tests.observed import LocalView, TimedModel
 
 STEP_SECONDS, ROW_SECONDS = 0.005, 0.001
@@ -84,7 +85,9 @@ def _build(settings: Settings) -> Callable[[], tuple[Engine, EngineInfo]]:
     def build() -> tuple[Engine, EngineInfo]:
         slots, length, mode, policy = settings.max_num_seqs, settings.max_len, settings.mode, settings.policy
         model = ToyModel(STEP_SECONDS, ROW_SECONDS)
-        engine = Engine(model, fake_kv(slots, length, poison=False), load_policy(policy), mode=mode)
+        engine = Engine(
+            ModelExecutor(model, fake_storage(slots, length, poison=False)), load_policy(policy), mode=mode
+        )
         largest = engine.scheduler.largest_request
         return engine, EngineInfo(
             "a toy", model.vocab_size, length, largest, True, "fp_toy", slots, mode, policy

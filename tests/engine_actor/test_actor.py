@@ -12,17 +12,20 @@ import pytest
 import torch
 
 from engine_actor import actor
-from engine_actor.actor import EngineActor, StepLoop
-from engine_actor.engine import Engine, StepRecord
+from engine_actor.actor import EngineActor
+from engine_actor.engine import Engine
 from engine_actor.messages import EngineInfo, EngineStatus, Frame
+from engine_actor.records import StepRecord
 from engine_actor.request import Output, Request
 from engine_actor.scheduler import Mode
+from engine_actor.step_loop import MAX_FAILED_STEPS, StepLoop
 from engine_actor.step_wire import decode_step, unpack_steps
 from model.batch import Batch
 from model.executor import SamplingParams
-from model.slot_kv import SlotKV
+from model.model_executor import ModelExecutor
+from model.storage import SlotStorage
 from policies.fcfs import Fcfs
-from tests.fakes import VOCAB, FakeModel, fake_kv, fake_telemetry
+from tests.fakes import VOCAB, FakeModel, fake_storage, fake_telemetry
 
 INFO = EngineInfo("a toy", VOCAB, 64, 64, True, "fp_toy", 2, "chunked", "fcfs")
 
@@ -66,7 +69,7 @@ def start(
     recorder: Recorder, model: FakeModel, max_waiting: int = 10, slots: int = 2, mode: Mode = "chunked"
 ) -> StepLoop:
     def build() -> tuple[Engine, EngineInfo]:
-        return Engine(model, fake_kv(num_slots=slots), Fcfs(), mode=mode), INFO
+        return Engine(ModelExecutor(model, fake_storage(num_slots=slots)), Fcfs(), mode=mode), INFO
 
     loop = StepLoop(
         build,
@@ -206,7 +209,7 @@ def test_steps_that_keep_failing_end_the_loop_with_their_error() -> None:
 
     recorder = Recorder()
     loop = start(recorder, Broken())
-    for i in range(actor.MAX_FAILED_STEPS):
+    for i in range(MAX_FAILED_STEPS):
         assert not recorder.failed.is_set()
         loop.submit("replica", [request(f"r{i}")])
         until(lambda count=i + 1: len(recorder.ended) == count)  # type: ignore[misc]
@@ -228,7 +231,7 @@ def test_a_step_that_works_clears_the_count_of_failures() -> None:
 
     recorder = Recorder()
     loop = start(recorder, Moody())
-    for i in range(3 * actor.MAX_FAILED_STEPS):
+    for i in range(3 * MAX_FAILED_STEPS):
         loop.submit("replica", [request(f"r{i}", 1)])
         until(lambda count=i + 1: len(recorder.ended) == count)  # type: ignore[misc]
     assert not recorder.failed.is_set()
@@ -241,7 +244,10 @@ def actor_scenario(
     async def main() -> None:
         engine = EngineActor(
             "engine-0",
-            lambda: (Engine(model or FakeModel(), fake_kv(num_slots=2), Fcfs()), INFO),
+            lambda: (
+                Engine(ModelExecutor(model or FakeModel(), fake_storage(num_slots=2)), Fcfs()),
+                INFO,
+            ),
             10,
             stall_seconds,
             fake_telemetry,
@@ -323,10 +329,10 @@ def test_a_long_step_of_many_forwards_is_no_stall() -> None:
     """In mode `separate` a step holds the prompts of all who were admitted in it."""
 
     class Slow(FakeModel):
-        def forward(self, batch: Batch, kv: SlotKV) -> torch.Tensor:
+        def forward(self, batch: Batch, storage: SlotStorage) -> torch.Tensor:
             longest.append(loop.status().stalled)
             time.sleep(0.1)
-            return super().forward(batch, kv)
+            return super().forward(batch, storage)
 
     longest: list[float] = []
     recorder = Recorder()
@@ -340,10 +346,10 @@ def test_a_long_step_of_many_forwards_is_no_stall() -> None:
 
 def test_one_request_that_always_fails_is_no_reason_to_give_up() -> None:
     class Picky(FakeModel):
-        def forward(self, batch: Batch, kv: SlotKV) -> torch.Tensor:
+        def forward(self, batch: Batch, storage: SlotStorage) -> torch.Tensor:
             if 11 in batch.tokens:
                 raise ValueError("11 is not to be said")
-            return super().forward(batch, kv)
+            return super().forward(batch, storage)
 
     recorder = Recorder()
     loop = start(recorder, Picky())

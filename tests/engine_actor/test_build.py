@@ -19,7 +19,7 @@ def test_an_engine_names_every_end_token_of_its_model(tmp_path: Path) -> None:
         EngineConfig(str(tmp_path), device="cpu", threads=1, max_num_seqs=2, max_len=16)
     )
     assert info.eos_token_ids == {5, 6}
-    assert (info.slots, info.max_len, info.vocab_size) == (2, 16, engine.model.vocab_size)
+    assert (info.slots, info.max_len, info.vocab_size) == (2, 16, engine.executor.vocab_size)
 
 
 def test_the_fingerprint_tells_weights_of_one_name_apart(tmp_path: Path) -> None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from engine_actor.chrome_trace import FIRST_SLOT_TRACK, STEPS_TRACK, chrome_trace
-from engine_actor.engine import Engine, StepRecord
+from engine_actor.clock import wall
+from engine_actor.engine import Engine
+from engine_actor.records import StepRecord
 from engine_actor.request import Request
 from engine_actor.scheduler import Mode
 from engine_actor.step_wire import decode_step, encode_step
 from model.executor import SamplingParams
+from model.model_executor import ModelExecutor
 from policies.fcfs import Fcfs
-from tests.fakes import FakeModel, fake_kv
+from tests.fakes import FakeModel, fake_storage
 
 NANOSECOND = 1e-3
 """In the trace's microseconds: finer than a viewer can tell."""
@@ -23,7 +27,9 @@ NANOSECOND = 1e-3
 
 def busy_steps(mode: Mode = "chunked", kv_budget: int | None = 48) -> list[StepRecord]:
     """Seven requests through four slots, tight enough in KV that some are preempted."""
-    engine = Engine(FakeModel(), fake_kv(), Fcfs(), mode=mode, max_step_tokens=6, kv_budget=kv_budget)
+    engine = Engine(
+        ModelExecutor(FakeModel(), fake_storage()), Fcfs(), mode=mode, max_step_tokens=6, kv_budget=kv_budget
+    )
     for index in range(7):
         prompt = list(range(index, index + 3 + index))
         params = SamplingParams(max_tokens=8 + 4 * index, temperature=0)
@@ -67,7 +73,7 @@ def test_every_request_and_every_step_is_where_it_ran(mode: Mode) -> None:
     assert sum(e["name"] == "decode" for e in steps) == sum(
         interval.phase == "decode" for record in records for interval in record.intervals
     )
-    served = {(span.request_id, span.slot) for record in records for span in record.spans}
+    served = {(span.request_id, span.slot) for record in records for span in record.shares}
     bars = {
         (e["name"], e["tid"] - FIRST_SLOT_TRACK)
         for slot in range(4)
@@ -82,10 +88,10 @@ def test_every_request_and_every_step_is_where_it_ran(mode: Mode) -> None:
         if e["name"].startswith("chunk ")
     )
     assert chunk_tokens == sum(
-        span.tokens for record in records for span in record.spans if span.kind == "prefill"
+        span.tokens for record in records for span in record.shares if span.kind == "prefill"
     )
     tokens = [e for slot in range(4) for e in slices(trace, FIRST_SLOT_TRACK + slot) if e["name"] == "token"]
-    assert len(tokens) == sum(span.kind == "decode" for record in records for span in record.spans)
+    assert len(tokens) == sum(span.kind == "decode" for record in records for span in record.shares)
     preempted = [e for e in events if e["ph"] == "i" and e["name"] == "preempted"]
     assert len(preempted) == sum(len(record.preempted) for record in records) > 0
     names = {e["args"]["name"] for e in events if e["name"] in ("process_name", "thread_name")}
@@ -100,7 +106,7 @@ def test_a_window_that_opens_in_the_middle_shows_who_was_already_there() -> None
     middle = [record for record in records if record.running == 4][2:]
     trace = chrome_trace({0: middle})
     check_nesting(trace["traceEvents"])
-    first = {span.request_id for span in middle[0].spans}
+    first = {span.request_id for span in middle[0].shares}
     assert first <= {e["name"] for e in trace["traceEvents"]}
 
 
@@ -122,4 +128,5 @@ def test_no_steps_make_an_empty_trace() -> None:
 
 def test_a_record_survives_the_wire() -> None:
     for record in busy_steps("separate"):
-        assert decode_step(encode_step(record, {"queue": {"t0": 3}})) == record
+        shown = replace(record, started=wall(record.started))
+        assert decode_step(encode_step(record, {"queue": {"t0": 3}})) == shown

@@ -29,7 +29,7 @@ def ignore(steps: float = 1.0) -> None:
 
 def assert_company_changes_nothing(model: Transformer, requests: int, prompt: int, output: int) -> None:
     assert model.exact
-    kv = model.new_kv(4, 128, poison=True)
+    kv = model.new_storage(4, 128, poison=True)
     rng = random.Random(3)
     asked = random_requests(rng, requests, model.vocab_size, prompt, output)
     alone = run_alone(model, kv, asked, ignore)
@@ -71,7 +71,7 @@ def test_a_starved_pool_changes_nothing_under_any_policy(tmp_path: Path) -> None
 def test_one_changed_token_is_one_difference(tmp_path: Path) -> None:
     save_random_model(tmp_path, "llama")
     model = load_model(tmp_path, device="cpu")
-    kv = model.new_kv(4, 128)
+    kv = model.new_storage(4, 128)
     asked = random_requests(random.Random(3), 2, model.vocab_size, 10, 4)
     alone, again = (run_alone(model, kv, asked, ignore) for _ in range(2))
     position = next(iter(again.tokens))
@@ -97,7 +97,7 @@ from bench.exactness import random_requests, run_busy
 from model.loader import load_model
 model = load_model(sys.argv[1], device="cpu")
 asked = random_requests(random.Random(3), 8, model.vocab_size, 90, 12)
-trail = run_busy(model, model.new_kv(4, 128), asked, random.Random(4), "chunked", lambda: None)
+trail = run_busy(model, model.new_storage(4, 128), asked, random.Random(4), "chunked", lambda: None)
 bits = hashlib.blake2b(b"".join(trail.digests[key] for key in sorted(trail.digests)))
 print(numba.get_num_threads(), len(trail.digests), bits.hexdigest())
 """

@@ -13,18 +13,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.scheduler import NullModel
 from engine_actor.engine import Engine
 from engine_actor.request import Phase, PreemptReason, Request
 from engine_actor.scheduler import Mode, Plan
 from model.executor import SamplingParams
+from model.model_executor import ModelExecutor
+from model.timed_executor import TimedExecutor
 from policies import POLICIES, load_policy
 from policies.base import Policy, Schedulable
 from policies.fair import Fair
 from policies.fcfs import Fcfs
 from policies.priority import Priority
 from policies.static import Static
-from tests.fakes import FakeModel, fake_kv
+from tests.fakes import FakeModel, fake_storage
 
 MAX_LEN = 16
 
@@ -59,10 +60,10 @@ class Load:
     chunk: int | None
     """Rows that a chunked step has beyond one per slot; None: the scheduler's own."""
 
-    def engine(self, policy: Policy, model: FakeModel | NullModel, ticks: Iterator[int]) -> Engine:
+    def engine(self, policy: Policy, ticks: Iterator[int], model: FakeModel | None = None) -> Engine:
+        storage = fake_storage(self.slots, MAX_LEN)
         return Engine(
-            model,
-            fake_kv(self.slots, MAX_LEN),
+            ModelExecutor(model, storage) if model else TimedExecutor(self.slots, MAX_LEN),
             policy,
             mode=self.mode,
             max_step_tokens=None if self.chunk is None else self.slots + self.chunk,
@@ -95,7 +96,7 @@ def loads(draw: st.DrawFn, *, aborts: bool = True, tenants: str = "abc", most: i
 
 @functools.cache
 def alone(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
-    engine = Engine(FakeModel(), fake_kv(1, MAX_LEN), Fcfs())
+    engine = Engine(ModelExecutor(FakeModel(), fake_storage(1, MAX_LEN)), Fcfs())
     request = Arrival(0, prompt, max_tokens).request("alone")
     engine.submit(request)
     while engine.has_work():
@@ -146,22 +147,25 @@ class Watched:
             assert record.errors == 0
             assert step < 3000, "deadlock"
         assert self.endings == Counter(dict.fromkeys(self.requests, 1))
-        assert self.engine.kv.free_slots == self.engine.kv.num_slots
-        assert self.engine.kv.tokens == 0
+        assert self.engine.slots.free == self.engine.slots.count
+        assert self.engine.slots.tokens == 0
         assert self.engine.waiting == 0
         assert {name: r.num_preemptions for name, r in self.requests.items() if r.num_preemptions} == {
             name: count for name, count in self.preempted.items() if count
         }
 
     def check(self, plan: Plan, now: float) -> None:
-        scheduler, kv = self.engine.scheduler, self.engine.kv
+        scheduler, slots = self.engine.scheduler, self.engine.slots
         running = scheduler.running
-        owned = [r.slot for r in running] + [*scheduler.held] + kv._free
-        assert sorted(owned) == list(range(kv.num_slots)), "a slot has two owners, or none"
+        slots.check()
+        assert {r.id: r.slot for r in [*running, *scheduler.lingering]} == {
+            owner: slot for slot in range(slots.count) if (owner := slots.owner(slot))
+        }
+        assert all(list(slots.held(r.slot)) == r.tokens[: r.computed] for r in running)
         assert len(running) + self.engine.waiting == len(self.engine.requests)
 
-        works = [*itertools.chain(*plan.prefills), *plan.decode]
-        rows = Counter({work.request: work.count for work in works})
+        works = [w for w in [*itertools.chain(*plan.prefills), *plan.batch] if not w.idle]
+        rows = Counter({work.sequence: work.count for work in works})
         assert len(rows) == len(works)
         cached = sum(r.computed + rows[r] for r in running)
         assert cached <= scheduler.kv_budget
@@ -178,7 +182,7 @@ class Watched:
         self.newcomers = {r.id for r in plan.admitted}
 
         head = scheduler.policy.peek(now)
-        if head is not None and scheduler.policy.gang:
+        if head is not None and isinstance(scheduler.policy, Static):
             assert running
         elif head is not None:
             assert isinstance(head, Request)
@@ -186,19 +190,19 @@ class Watched:
             steps = -(-len(head.tokens) // room) if scheduler.mode == "chunked" else 1
             grown = sum(len(r.tokens) for r in [head, *running]) + steps * (len(running) + 1)
             full = bool(running) and grown > scheduler.kv_budget
-            assert not kv.free_slots or full, "idle slot, admissible request"
+            assert not slots.free or full, "idle slot, admissible request"
 
 
 @given(load=loads(), pick=st.integers(0, len(policies()) - 1))
 @settings(max_examples=300, deadline=None)
 def test_any_load_ends_exactly_once_within_budget_and_work_conserving(load: Load, pick: int) -> None:
-    Watched(load.engine(policies()[pick], NullModel(), itertools.count())).run(load)
+    Watched(load.engine(policies()[pick], itertools.count())).run(load)
 
 
 @given(load=loads(most=8), pick=st.integers(0, len(policies()) - 1))
 @settings(max_examples=100, deadline=None)
 def test_whatever_is_preempted_says_what_it_says_alone(load: Load, pick: int) -> None:
-    watched = Watched(load.engine(policies()[pick], FakeModel(), itertools.count()))
+    watched = Watched(load.engine(policies()[pick], itertools.count(), FakeModel()))
     watched.run(load)
     for index, arrival in enumerate(load.arrivals):
         expected = alone(arrival.prompt, arrival.max_tokens)
@@ -283,7 +287,7 @@ def test_backlogged_tenants_stay_within_the_bound_of_the_paper(
     load: Load, weights: tuple[float, ...]
 ) -> None:
     policy = Ledger(*weights)
-    Watched(load.engine(policy, NullModel(), itertools.count())).run(load)
+    Watched(load.engine(policy, itertools.count())).run(load)
     longest = max(len(arrival.prompt) for arrival in load.arrivals)
     bound = 2 * max(longest, weights[0] * load.budget) / min(weights[1:])
     assert policy.gap <= bound * (1 + 1e-9)
@@ -302,8 +306,7 @@ def submitted(engine: Engine, *arrivals: Arrival) -> list[Request]:
 def small(policy: Policy, *, slots: int = 2, budget: int | None = None, mode: Mode = "chunked") -> Engine:
     ticks = itertools.count()
     return Engine(
-        NullModel(),
-        fake_kv(slots, MAX_LEN),
+        TimedExecutor(slots, MAX_LEN),
         policy,
         mode=mode,
         max_step_tokens=40,
@@ -467,7 +470,7 @@ def test_preemptions_are_logged_once_a_second_at_most(caplog: pytest.LogCaptureF
 
 
 def test_the_default_step_is_short_while_it_would_hold_up_decodes_and_nobody_queues() -> None:
-    engine = Engine(FakeModel(), fake_kv(num_slots=4, max_len=256), Fcfs())
+    engine = Engine(ModelExecutor(FakeModel(), fake_storage(num_slots=4, max_len=256)), Fcfs())
     for number in range(4):
         engine.submit(Request(f"r{number}", [1] * 100, SamplingParams(max_tokens=50), arrival=float(number)))
     rows = [engine.step()[1].rows for _ in range(3)]

@@ -18,8 +18,9 @@ from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import Link, StatusCode
 
-from engine_actor.engine import Engine, StepRecord
+from engine_actor.engine import Engine
 from engine_actor.metrics import OTHER_TENANTS, TENANT_LABELS, EngineMetrics, exposition
+from engine_actor.records import StepRecord
 from engine_actor.request import Request
 from engine_actor.span_export import SpanSink
 from engine_actor.spans import MAX_REQUEST_IDS, parse_context
@@ -27,9 +28,10 @@ from engine_actor.step_wire import decode_step, pack_steps, unpack_steps
 from engine_actor.telemetry import BACKLOG, Telemetry
 from model.batch import Batch
 from model.executor import SamplingParams
-from model.slot_kv import SlotKV
+from model.model_executor import ModelExecutor
+from model.storage import SlotStorage
 from policies.fcfs import Fcfs
-from tests.fakes import FakeModel, fake_kv
+from tests.fakes import FakeModel, fake_storage
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 CALLER = "b7ad6b7169203331"
@@ -50,7 +52,7 @@ class Watched:
         self.engine = engine
         self.telemetry = Telemetry(
             "0",
-            EngineMetrics("0", INFO, slots=engine.kv.num_slots),
+            EngineMetrics("0", INFO, slots=engine.slots.count),
             self.sink,
             policy="fcfs",
             **options,  # type: ignore[arg-type]
@@ -106,7 +108,7 @@ def traced(name: str, prompt_len: int, max_tokens: int, flags: str = "01") -> Re
 
 def tight_engine() -> Engine:
     """Chunks of at most a few tokens, and KV for about two of the requests below at once."""
-    return Engine(FakeModel(), fake_kv(), Fcfs(), max_step_tokens=6, kv_budget=36)
+    return Engine(ModelExecutor(FakeModel(), fake_storage()), Fcfs(), max_step_tokens=6, kv_budget=36)
 
 
 def test_every_step_is_a_trace_with_its_phases_inside() -> None:
@@ -208,7 +210,9 @@ def test_a_caller_that_does_not_sample_gets_no_request_spans() -> None:
 
 def test_a_step_names_so_many_requests_and_counts_all() -> None:
     slots = MAX_REQUEST_IDS + 1
-    engine = Engine(FakeModel(), fake_kv(num_slots=slots), Fcfs(), max_step_tokens=2 * slots)
+    engine = Engine(
+        ModelExecutor(FakeModel(), fake_storage(num_slots=slots)), Fcfs(), max_step_tokens=2 * slots
+    )
     with watched(engine) as subject:
         subject.run([request(f"r{i}", 1, 1) for i in range(slots)])
         [step] = [span for span in subject.spans() if span.name == "engine.step"]
@@ -219,8 +223,10 @@ def test_a_step_names_so_many_requests_and_counts_all() -> None:
 
 def test_a_failed_step_is_an_error_in_both_trees() -> None:
     engine = tight_engine()
+    assert isinstance(engine.executor, ModelExecutor)
+    model = engine.executor.model
     with watched(engine) as subject:
-        engine.model.forward = lambda batch, kv: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+        model.forward = lambda batch, kv: 1 / 0  # type: ignore[method-assign,assignment,return-value]
         subject.run([traced("bad", 3, 2)])
         failed = {span.name for span in subject.spans() if span.status.status_code is StatusCode.ERROR}
         assert failed == {"engine.step", "prefill"}
@@ -229,12 +235,12 @@ def test_a_failed_step_is_an_error_in_both_trees() -> None:
 
 
 class NaNs(FakeModel):
-    def forward(self, batch: Batch, kv: SlotKV) -> torch.Tensor:
-        return super().forward(batch, kv) * math.nan
+    def forward(self, batch: Batch, storage: SlotStorage) -> torch.Tensor:
+        return super().forward(batch, storage) * math.nan
 
 
 def test_what_failed_has_produced_no_token() -> None:
-    with watched(Engine(NaNs(), fake_kv(), Fcfs())) as subject:
+    with watched(Engine(ModelExecutor(NaNs(), fake_storage()), Fcfs())) as subject:
         subject.run([request("bad", 3, 2)])
         text = exposition([subject.telemetry.metrics.families()]).decode()
         assert "slotserve_output_tokens_total{" not in text
@@ -264,7 +270,10 @@ def test_steps_that_nobody_looked_at_leave_the_count_of_the_waiting_right() -> N
 def test_metrics_count_what_happened() -> None:
     now = [100.0]
     engine = Engine(
-        FakeModel(), fake_kv(num_slots=2), Fcfs(), max_step_tokens=64, clock=lambda: now[0]
+        ModelExecutor(FakeModel(), fake_storage(num_slots=2)),
+        Fcfs(),
+        max_step_tokens=64,
+        clock=lambda: now[0],
     )  # fmt: skip
 
     def tick(step: int) -> None:
@@ -304,7 +313,7 @@ def test_metrics_count_what_happened() -> None:
 
 
 def test_a_resumed_request_waited_since_its_last_token_and_its_prompt_is_counted_already() -> None:
-    engine = Engine(FakeModel(), fake_kv(), Fcfs(), clock=lambda: 100.0)
+    engine = Engine(ModelExecutor(FakeModel(), fake_storage()), Fcfs(), clock=lambda: 100.0)
     with watched(engine) as subject:
         resumed = request("r", 5, 4)
         resumed = replace(resumed, arrival=80.0, resumed=[1, 2], last_token=97.0)
@@ -432,7 +441,7 @@ def test_old_steps_leave_the_ring_by_age() -> None:
 
 
 def test_a_backlog_is_bounded_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    with watched(Engine(FakeModel(), fake_kv(), Fcfs())) as subject:
+    with watched(Engine(ModelExecutor(FakeModel(), fake_storage()), Fcfs())) as subject:
         subject.engine.submit(request("r", 1, 1))
         _, record = subject.engine.step()
         with subject.telemetry._seen:  # Nobody looks.

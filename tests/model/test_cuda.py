@@ -27,7 +27,7 @@ def test_a_long_prompts_bits_do_not_depend_on_chunks_or_company(model: Transform
     """Over many of FlashAttention's blocks of keys, where splitting them would show."""
     rng = np.random.default_rng(2)
     prompt, other = (rng.integers(0, model.vocab_size, length) for length in (1500, 700))
-    kv = model.new_kv(2, 1536)
+    kv = model.new_storage(2, 1536)
     whole = forward(model, kv, (0, 0, prompt))
     forward(model, kv, (1, 0, other[:-8]))
     parts = [
@@ -44,7 +44,7 @@ def test_the_gpu_agrees_with_the_cpu(model: Transformer) -> None:
     tokens = np.random.default_rng(1).integers(0, model.vocab_size, 200)
     reference = load_model(device="cpu")
     found, expected = (
-        forward(each, each.new_kv(1, 256), (0, 0, tokens)).cpu() for each in (model, reference)
+        forward(each, each.new_storage(1, 256), (0, 0, tokens)).cpu() for each in (model, reference)
     )
     assert torch.nn.functional.cosine_similarity(found, expected).min() > 0.99
     assert (found.argmax(-1) == expected.argmax(-1)).float().mean() > 0.8

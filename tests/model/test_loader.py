@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from model import files as files_module
 from model.files import INSTALL, find_model
 from model.loader import ModelError, load_model
-from model.slot_kv import SlotKV
+from model.storage import SlotStorage
 from tests.model.test_transformer import forward, save_random_model
 
 
@@ -52,7 +52,7 @@ def test_shards_are_one_model(saved: Path, tmp_path: Path) -> None:
     results = []
     for path in (saved, tmp_path):
         model = load_model(path, device="cpu")
-        results.append(forward(model, model.new_kv(1, 16), (0, 0, tokens)))
+        results.append(forward(model, model.new_storage(1, 16), (0, 0, tokens)))
     assert torch.equal(*results)
 
 
@@ -114,14 +114,14 @@ def test_a_cpu_computes_in_float32(saved: Path) -> None:
 def test_the_window_bounds_the_context(broken: Path) -> None:
     edit_config(broken, architectures=["MistralForCausalLM"], sliding_window=100)
     model = load_model(broken, device="cpu")
-    assert model.new_kv(1, 100).max_len == 100
+    assert model.new_storage(1, 100).max_len == 100
     with pytest.raises(ValueError, match="max_len 101 exceeds the 100 tokens"):
-        model.new_kv(1, 101)
+        model.new_storage(1, 101)
 
 
 def test_rows_outside_the_tables_are_refused(saved: Path) -> None:
     model = load_model(saved, device="cpu")
-    kv = model.new_kv(2, 16)
+    kv = model.new_storage(2, 16)
     for slot, first, token, message in [
         (0, 0, 211, "tokens must lie in 0..210"),
         (0, 0, -1, "tokens must"),
@@ -198,7 +198,9 @@ def test_gguf_and_safetensors_are_the_same_model(saved: Path, tmp_path: Path) ->
     write_gguf(path, saved)
     tokens = np.arange(20)
     from_gguf, from_safetensors = load_model(path, device="cpu"), load_model(saved, device="cpu")
-    results = [forward(model, model.new_kv(1, 20), (0, 0, tokens)) for model in (from_gguf, from_safetensors)]
+    results = [
+        forward(model, model.new_storage(1, 20), (0, 0, tokens)) for model in (from_gguf, from_safetensors)
+    ]
     assert torch.equal(*results)
     assert from_gguf.config.eos_token_ids == {9}
 
@@ -218,6 +220,6 @@ def test_gguf_of_another_architecture(saved: Path, tmp_path: Path) -> None:
 
 
 def test_a_cache_of_another_shape_is_not_needed_to_load(saved: Path) -> None:
-    kv = load_model(saved, device="cpu").new_kv(3, 40, poison=True)
-    assert isinstance(kv, SlotKV)
+    kv = load_model(saved, device="cpu").new_storage(3, 40, poison=True)
+    assert isinstance(kv, SlotStorage)
     assert (kv.num_slots, kv.max_len, kv.poison) == (3, 40, True)

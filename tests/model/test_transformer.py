@@ -10,11 +10,11 @@ import pytest
 import torch
 import transformers
 
-from model.attention import CpuAttention
 from model.batch import Batch
+from model.cpu.attention import CpuAttention
 from model.files import find_model
 from model.loader import load_model
-from model.slot_kv import SlotKV
+from model.storage import SlotStorage
 from model.transformer import Transformer
 
 LLAMA3_ROPE = {
@@ -62,12 +62,12 @@ def save_random_model(directory: Path, variant: str, *, shard: str = "5GB") -> t
     return model
 
 
-def forward(model: Transformer, kv: SlotKV, *runs: tuple[int, int, np.ndarray]) -> torch.Tensor:
+def forward(model: Transformer, storage: SlotStorage, *runs: tuple[int, int, np.ndarray]) -> torch.Tensor:
     """Logits of all rows of runs of (slot, first position, tokens)."""
     tokens = np.concatenate([run for _, _, run in runs])
     positions = np.concatenate([np.arange(first, first + len(run)) for _, first, run in runs])
     slots = np.concatenate([np.full(len(run), slot) for slot, _, run in runs])
-    return model.forward(Batch(tokens, positions, slots, np.arange(len(tokens))), kv)
+    return model.forward(Batch(tokens, positions, slots, np.arange(len(tokens))), storage)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -75,7 +75,7 @@ def test_logits_equal_transformers(variant: str, tmp_path: Path) -> None:
     reference = save_random_model(tmp_path, variant)
     model = load_model(tmp_path, device="cpu")
     tokens = np.random.default_rng(1).integers(0, model.vocab_size, 200)
-    kv = model.new_kv(1, 256)
+    kv = model.new_storage(1, 256)
     with torch.no_grad():
         expected = reference(torch.from_numpy(tokens)[None]).logits[0]
     found = torch.cat([forward(model, kv, (0, 0, tokens[:77])), forward(model, kv, (0, 77, tokens[77:]))])
@@ -87,13 +87,12 @@ def differing_rows(model: Transformer, seed: int, lengths: list[int]) -> int:
     """Rows whose logits differ in any bit between alone, in one forward, and a random mix of chunks."""
     rng = np.random.default_rng(seed)
     sequences = [rng.integers(0, model.vocab_size, length) for length in lengths]
-    kv = model.new_kv(len(lengths), max(lengths), poison=True)
+    kv = model.new_storage(len(lengths), max(lengths), poison=True)
     alone = []
     for sequence in sequences:
-        slot = kv.acquire()
-        alone.append(forward(model, kv, (slot, 0, sequence)))
-        kv.release(slot)
-    slots = [kv.acquire() for _ in sequences]
+        alone.append(forward(model, kv, (0, 0, sequence)))
+        kv.forget(0)
+    slots = list(range(len(sequences)))
     done = [0] * len(sequences)
     mixed: list[list[torch.Tensor]] = [[] for _ in sequences]
     while any(d < len(s) for d, s in zip(done, sequences, strict=True)):
@@ -130,15 +129,15 @@ def test_a_batch_beyond_the_largest_row_count_is_cut(tmp_path: Path) -> None:
     rng = np.random.default_rng(2)
     runs = [(slot, 0, rng.integers(0, model.vocab_size, 230)) for slot in range(3)]
     assert model.row_count(690) > model.row_counts.kept[-1]
-    together = forward(model, model.new_kv(3, 230), *runs)
-    alone = torch.cat([forward(model, model.new_kv(3, 230), run) for run in runs])
+    together = forward(model, model.new_storage(3, 230), *runs)
+    alone = torch.cat([forward(model, model.new_storage(3, 230), run) for run in runs])
     assert torch.equal(together, alone)
 
 
 def test_rows_that_want_no_logits_get_none(tmp_path: Path) -> None:
     save_random_model(tmp_path, "llama")
     model = load_model(tmp_path, device="cpu")
-    kv, zero, none = model.new_kv(1, 8), np.zeros(1, np.int64), np.zeros(0, np.int64)
+    kv, zero, none = model.new_storage(1, 8), np.zeros(1, np.int64), np.zeros(0, np.int64)
     assert model.forward(Batch(zero, zero, zero, none), kv).shape == (0, model.vocab_size)
     assert kv.keys[:, 0].any()
 
@@ -165,7 +164,7 @@ def test_greedy_tokens_equal_transformers(packaged: Transformer) -> None:
     generated = reference.generate(
         torch.tensor([prompt]), max_new_tokens=64, min_new_tokens=64, do_sample=False
     )
-    kv = packaged.new_kv(1, 256)
+    kv = packaged.new_storage(1, 256)
     tokens = list(prompt)
     logits = forward(packaged, kv, (0, 0, np.array(prompt)))
     while len(tokens) < len(prompt) + 64:
@@ -183,7 +182,8 @@ def test_the_last_check_at_start_up_looks_at_the_whole_forward(
     attend = CpuAttention.__call__
 
     def depends_on_company(self: CpuAttention, layer: int, qkv: torch.Tensor, *norms: Any) -> torch.Tensor:
-        return attend(self, layer, qkv, *norms) * (1 + 1e-6 * len(qkv))
+        out: torch.Tensor = attend(self, layer, qkv, *norms)
+        return out * (1 + 1e-6 * len(qkv))
 
     monkeypatch.setattr(CpuAttention, "__call__", depends_on_company)
     assert not load_model(tmp_path, device="cpu").exact

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.scheduler import NullModel
 from engine_actor.engine import Engine
 from engine_actor.request import Request
 from model.executor import SamplingParams
+from model.timed_executor import TimedExecutor
 from policies import load_policy
-from tests.fakes import fake_kv
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -29,7 +28,7 @@ def test_the_readmes_policy_admits_short_prompts_first(
     monkeypatch.delitem(sys.modules, "my_policy", raising=False)
 
     (name,) = re.findall(r"`policy: (my_policy:\w+)`", section)
-    engine = Engine(NullModel(), fake_kv(num_slots=1), load_policy(name))
+    engine = Engine(TimedExecutor(1, 64), load_policy(name))
     for length in (5, 2, 9, 3):
         engine.submit(Request(f"{length}", [1] * length, SamplingParams(max_tokens=1), arrival=-length))
     admitted: list[str] = []

@@ -7,20 +7,21 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from model.linear import CANDIDATES, Linear, RowCounts, probe_row_counts
+from model.cpu.backend import CpuLinear
+from model.row_counts import CANDIDATES, RowCounts, probe_row_counts
 
 
-def linear(width: int = 576, out: int = 192, *, bias: bool = False) -> Linear:
+def linear(width: int = 576, out: int = 192, *, bias: bool = False) -> CpuLinear:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(out, width, generator=generator)
-    return Linear(weight, torch.randn(out, generator=generator) if bias else None)
+    return CpuLinear(weight, torch.randn(out, generator=generator) if bias else None)
 
 
-class Faulty(Linear):
+class Faulty(CpuLinear):
     """A layer whose results depend on the row count or the neighbours as `fault` says."""
 
     def __init__(self, fault: Callable[[torch.Tensor], torch.Tensor | float]) -> None:
-        super().__init__(torch.eye(8))
+        super().__init__(torch.eye(8), None)
         self._fault = fault
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -30,11 +31,11 @@ class Faulty(Linear):
 @pytest.mark.parametrize("bias", [False, True])
 def test_linear_equals_the_product(bias: bool) -> None:
     layer = linear(bias=bias)
-    weight = layer.weight.to_dense() if layer.weight.is_mkldnn else layer.weight
+    weight = layer._weight.to_dense() if layer._weight.is_mkldnn else layer._weight
     x = torch.randn(5, 576, generator=torch.Generator().manual_seed(1))
     expected = x.double() @ weight.double().T
-    if layer.bias is not None:
-        expected += layer.bias
+    if layer._bias is not None:
+        expected += layer._bias
     assert (layer(x) - expected).abs().max() < 1e-3
 
 

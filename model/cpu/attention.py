@@ -1,12 +1,10 @@
-"""CPU kernels of one forward, compiled by numba for the machine they run on.
+"""Attention over slot KV on a CPU, exact in every mix: each query row has its own fixed order of additions.
 
-Every kernel gives each row its own fixed order of additions, so a row's bits depend neither on
-the rows beside it nor on how the work is cut into threads and tiles:
+A row's bits depend neither on the rows beside it nor on how the work is cut into threads and tiles:
 
-* keys lie in blocks of `LANES` positions (see slot_kv.py): vector lanes are neighbouring keys and
+* keys lie in blocks of `LANES` positions (see backend.py): vector lanes are neighbouring keys and
   a score sums over head_dim in order;
 * values are read as they are: lanes are head_dim and the sum runs over keys in order;
-* sums along a row keep `LANES` partial sums, combined in one fixed order;
 * the tiles are explicit fused multiply-adds, and nothing is compiled with fast-math, so no
   compiler may reorder or contract anything depending on where a loop ends.
 
@@ -16,46 +14,29 @@ freed slot holds, NaN included, cannot reach a result.
 
 from __future__ import annotations
 
-import ctypes
-from pathlib import Path
+import math
 from typing import Any
 
 import numba
 import numpy as np
-import numpy.typing as npt
 import torch
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-# OpenMP first, and torch's own copy of it: numba asks for the library by another name, would get a second
-# one, and two pools of threads would fight for the cores between any two kernels.
-numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
-for _library in (Path(torch.__file__).parent / "lib").glob("libgomp*.so*"):
-    ctypes.CDLL(str(_library), mode=ctypes.RTLD_GLOBAL)
+from model.backend import HeadLayout, Rope
+from model.batch import IntArray
+from model.cpu.jit import ALONE, F32, I64, LANES, combine, exp, kernel, parallel_kernel
+from model.cpu.rows import inverse_rms
+from model.storage import SlotStorage
 
-LANES = 16
-"""Floats a tile handles at once; the compiler maps them to what the machine has."""
 TILE_QUERIES = 6
 """Queries that share each load: 6 x 16 accumulators fit the registers of AVX2 and of AVX-512."""
 ITEM_QUERIES = 24
 """Queries of one work item: they share the keys and values in the cache."""
 VALUE_KEYS = 64
 """Keys whose values are summed before the next tile; they fit the first-level cache."""
-ALONE = 32_768
-"""Floats that one thread handles sooner than a second one wakes up to help."""
-
-# NaN and infinity go through instead of raising: the sampler reports them with the row's number.
-_kernel: Any = njit(nogil=True, cache=True, error_model="numpy")
-_parallel_kernel: Any = njit(nogil=True, cache=True, error_model="numpy", parallel=True)
-
-F32 = npt.NDArray[np.float32]
-F64 = npt.NDArray[np.float64]
-I64 = npt.NDArray[np.int64]
-
-ONE_HIGH = 0x3F80
-"""The leading 16 bits of 1.0f, the largest weight a token can have."""
 
 _FLOAT = ir.FloatType()
 _VECTOR = ir.VectorType(_FLOAT, LANES)
@@ -151,99 +132,14 @@ def _value_tile(
     return signature, generate
 
 
-@_kernel
-def _exp(x: np.float32) -> np.float32:
-    """e**x in fp32 to 2 units in the last place; 0 below the normal range, finite above it, NaN for NaN.
-
-    Cody-Waite reduction and the degree-6 minimax polynomial of Cephes' expf, written without
-    branches so that loops over it become vector code.
-    """
-    y = min(max(x, np.float32(-87.3)), np.float32(88.3))
-    n = np.rint(y * np.float32(1.44269504))
-    r = y - n * np.float32(0.693359375)
-    r = r - n * np.float32(-2.12194440e-4)
-    p = np.float32(1.9875691500e-4)
-    p = p * r + np.float32(1.3981999507e-3)
-    p = p * r + np.float32(8.3334519073e-3)
-    p = p * r + np.float32(4.1665795894e-2)
-    p = p * r + np.float32(1.6666665459e-1)
-    p = p * r + np.float32(5.0000001201e-1)
-    p = p * r * r + r + np.float32(1.0)
-    power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
-    if x > np.float32(-87.3):
-        return p * power
-    return np.float32(0.0) if x <= np.float32(-87.3) else x
-
-
-@_kernel
-def _combine(lanes: F32) -> np.float32:
-    """The sum of LANES partial sums, in one fixed order."""
-    step = LANES // 2
-    while step > 0:
-        for j in range(step):
-            lanes[j] += lanes[j + step]
-        step //= 2
-    return lanes[0]
-
-
-@_kernel
-def _inverse_rms(x: F32, eps: np.float32, lanes: F32) -> np.float32:
-    lanes[:] = 0
-    whole = len(x) // LANES * LANES
-    for i in range(0, whole, LANES):
-        for j in range(LANES):
-            lanes[j] += x[i + j] * x[i + j]
-    for j in range(len(x) - whole):
-        lanes[j] += x[whole + j] * x[whole + j]
-    return np.float32(1.0) / np.sqrt(_combine(lanes) / np.float32(len(x)) + eps)
-
-
-@_kernel
-def _add_rms_norm_row(x: F32, delta: F32, weight: F32, eps: np.float32, out: F32) -> None:
-    for i in range(len(x)):
-        x[i] += delta[i]
-    scale = _inverse_rms(x, eps, np.empty(LANES, np.float32))
-    for i in range(len(x)):
-        out[i] = x[i] * scale * weight[i]
-
-
-@_parallel_kernel
-def add_rms_norm(x: F32, delta: F32, weight: F32, eps: np.float32, out: F32) -> None:
-    """x += delta; out = x / rms(x) * weight, row by row. x, delta, out: [rows, width]."""
-    if x.size <= ALONE:
-        for row in range(len(x)):
-            _add_rms_norm_row(x[row], delta[row], weight, eps, out[row])
-    else:
-        for row in prange(len(x)):
-            _add_rms_norm_row(x[row], delta[row], weight, eps, out[row])
-
-
-@_kernel
-def _silu_mul_row(gate: F32, up: F32, out: F32) -> None:
-    for i in range(len(out)):
-        out[i] = gate[i] / (np.float32(1.0) + _exp(-gate[i])) * up[i]
-
-
-@_parallel_kernel
-def silu_mul(gate_up: F32, out: F32) -> None:
-    """out = silu(gate) * up. gate_up: [rows, 2 * width], gate first; out: [rows, width]."""
-    width = out.shape[1]
-    if out.size <= ALONE:
-        for row in range(len(out)):
-            _silu_mul_row(gate_up[row, :width], gate_up[row, width:], out[row])
-    else:
-        for row in prange(len(out)):
-            _silu_mul_row(gate_up[row, :width], gate_up[row, width:], out[row])
-
-
-@_kernel
+@kernel
 def _head(
     x: F32, norm: F32, eps: np.float32, cos: F32, sin: F32, scale: np.float32, to: F32, step: int, lanes: F32
 ) -> None:
     """Normalise (if there is a norm) and rotate one head, and store it scaled, `step` floats apart."""
     half = len(x) // 2
     if len(norm) > 0:
-        factor = _inverse_rms(x, eps, lanes)
+        factor = inverse_rms(x, eps, lanes)
         for i in range(len(x)):
             x[i] = x[i] * factor * norm[i]
     for i in range(half):
@@ -251,7 +147,7 @@ def _head(
         to[(i + half) * step] = (x[i + half] * cos[i] + x[i] * sin[i]) * scale
 
 
-@_kernel
+@kernel
 def _softmax_weights(scores: F32, keys: int, lanes: F32) -> np.float32:
     """Turn the first `keys` scores into exp(score - max), in place, and return their sum.
 
@@ -268,15 +164,15 @@ def _softmax_weights(scores: F32, keys: int, lanes: F32) -> np.float32:
     for j in range(1, LANES):
         top = max(top, lanes[j])
     for j in range(end):
-        scores[j] = _exp(scores[j] - top)
+        scores[j] = exp(scores[j] - top)
     lanes[:] = 0
     for i in range(0, end, LANES):
         for j in range(LANES):
             lanes[j] += scores[i + j]
-    return _combine(lanes)
+    return combine(lanes)
 
 
-@_kernel
+@kernel
 def _scores(
     count: int, q: F32, q_at: int, head_dim: int, keys: F32, key_at: int,
     scores: F32, score_at: int, score_step: int,
@@ -299,7 +195,7 @@ def _scores(
         _score_tile(1, q, q_at, head_dim, keys, key_at, head_dim, scores, score_at, score_step)
 
 
-@_kernel
+@kernel
 def _values(
     count: int, weights: F32, at: int, step: int, values: F32, value_at: int, width: int,
     keys: int, out: F32, out_at: int,
@@ -324,7 +220,7 @@ def _values(
             _value_tile(1, weights, at, step, values, value_at + d, width, keys, out, out_at + d, width)
 
 
-@_kernel
+@kernel
 def plan_items(positions: I64, slots: I64, group: int, heads: int, workers: int) -> tuple[I64, I64]:
     """Cut the rows into work items and share them out.
 
@@ -361,7 +257,7 @@ def plan_items(positions: I64, slots: I64, group: int, heads: int, workers: int)
     return items, bounds
 
 
-@_kernel
+@kernel
 def _attend_item(
     first: int, rows: int, position: int, head: int, group: int, q: F32, q_at: int, head_dim: int,
     keys: F32, key_at: int, values: F32, value_at: int, width: int, scores: F32, score_at: int,
@@ -396,7 +292,7 @@ def _attend_item(
             out[row, at + d] = sums[sum_at + m * width + d] / total[m]
 
 
-@_kernel
+@kernel
 def _store_row(
     qkv: F32, q_norm: F32, k_norm: F32, eps: np.float32, cos: F32, sin: F32, scale: np.float32,
     position: int, keys: F32, values: F32, q: F32, row: int,
@@ -415,7 +311,7 @@ def _store_row(
         values[h, position, :head_dim] = qkv[at : at + head_dim]
 
 
-@_parallel_kernel
+@parallel_kernel
 def attend(
     qkv: F32, q_norm: F32, k_norm: F32, eps: np.float32, cos: F32, sin: F32, scale: np.float32,
     positions: I64, slots: I64, items: I64, bounds: I64, keys: F32, values: F32, q: F32,
@@ -461,95 +357,54 @@ def attend(
             )  # fmt: skip
 
 
-@_kernel
-def _cut(
-    weights: F32, floor: float, most: int, mass: float, counts: I64, masses: F64
-) -> tuple[float, int, float]:
-    """Where the descending order of the weights >= floor (ties: lower index first) ends.
+class CpuAttention:
+    """The numba kernel: exact in every mix because each query row has its own fixed order."""
 
-    It ends after `most` weights, or as soon as their sum reaches `mass`. Returns the last weight
-    taken, its index, and the sum. Sorting the whole row is avoided: weights in (0, 1] are counted by
-    their leading 16 bits, which order as they do, and only the bin where the end falls is sorted.
-    """
-    bits = weights.view(np.int32)
-    counts[:] = 0
-    masses[:] = 0.0
-    for i in range(len(weights)):
-        if weights[i] >= floor and weights[i] > 0:
-            high = bits[i] >> 16
-            counts[high] += 1
-            masses[high] += weights[i]
-    taken, total = 0, 0.0
-    high = len(counts) - 1
-    while high > 0 and taken + counts[high] < most and total + masses[high] < mass:
-        taken += counts[high]
-        total += masses[high]
-        high -= 1
-    members = np.empty(counts[high], np.int64)
-    n = 0
-    for i in range(len(weights)):
-        if weights[i] >= floor and weights[i] > 0 and bits[i] >> 16 == high:
-            members[n] = i
-            n += 1
-    weight, last = floor, len(weights)
-    for m in np.argsort(-weights[members], kind="mergesort"):
-        taken += 1
-        weight, last = weights[members[m]], members[m]
-        total += weight
-        if taken >= most or total >= mass:
-            break
-    return weight, last, total
+    def __init__(self, layout: HeadLayout, rope: Rope) -> None:
+        self._layout = layout
+        self._cos, self._sin = rope.cos.numpy(), rope.sin.numpy()
+        self._scale = np.float32(1.0 / math.sqrt(layout.head_dim))
+        self._eps = np.float32(layout.norm_eps)
+        self._no_norm = np.empty(0, np.float32)
+        self._scores = np.empty((0, 0, 0), np.float32)
 
+    def begin(self, positions: IntArray, slots: IntArray, storage: SlotStorage) -> None:
+        """Cut the rows into work items; scratch grows with the longest sequence."""
+        heads, group = self._layout.n_kv_head, self._layout.n_head // self._layout.n_kv_head
+        workers = numba.get_num_threads()
+        self._positions, self._slots = positions, slots
+        self._keys, self._values = storage.keys.numpy(), storage.values.numpy()
+        self._items, self._bounds = plan_items(positions, slots, group, heads, workers)
+        queries = max(ITEM_QUERIES, group)
+        self._q = np.empty((heads, len(positions), group, self._layout.head_dim), np.float32)
+        self._sums = np.empty((workers, queries, self._values.shape[-1]), np.float32)
+        # A stride of whole pages would send every query's scores to the same cache set.
+        step = math.ceil((positions.max() + 1) / LANES) * LANES + LANES
+        if self._scores.shape[0] != workers or self._scores.shape[2] < step:
+            self._scores = np.empty((workers, queries, step), np.float32)
 
-@_kernel
-def _choose(row: F32, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float) -> int:
-    """Draw from one row of logits, which is overwritten: filter, then invert the distribution."""
-    best = int(np.argmax(row))
-    if temperature == 0.0:
-        return best
-    top = row[best]
-    for i in range(len(row)):
-        row[i] = _exp((row[i] - top) / temperature)
-    floor, last = np.float32(min_p), len(row)
-    if 0 < top_k < len(row) or top_p < 1.0:
-        counts, masses = np.empty(ONE_HIGH + 1, np.int64), np.empty(ONE_HIGH + 1, np.float64)
-        most = top_k if top_k > 0 else len(row)
-        floor, last, total = _cut(row, floor, most, np.inf, counts, masses)
-        if top_p < 1.0:
-            floor, last, total = _cut(row, floor, most, total * top_p, counts, masses)
-    total = 0.0
-    for i in range(len(row)):
-        if row[i] < floor or (row[i] == floor and i > last):
-            row[i] = 0
-        total += row[i]
-    target, reached = uniform * total, 0.0
-    for i in range(len(row)):
-        reached += row[i]
-        if reached > target:
-            return i
-    return best
-
-
-@_parallel_kernel
-def choose_tokens(
-    rows: F32, temperature: F32, top_k: I64, top_p: F64, min_p: F64, uniform: F64, tokens: I64
-) -> None:
-    """Draw one token per row. rows: [n, vocab], overwritten; the rest: [n]; tokens: [n], written."""
-    for i in prange(len(rows)):
-        tokens[i] = _choose(rows[i], temperature[i], top_k[i], top_p[i], min_p[i], uniform[i])
-
-
-@_parallel_kernel
-def log_normalisers(rows: F32, out: F64) -> None:
-    """out[i] = log of the sum of exp(rows[i]). rows: [n, vocab]."""
-    for i in prange(len(rows)):
-        row = rows[i]
-        top = row[np.argmax(row)]
-        lanes = np.zeros(LANES, np.float64)
-        whole = len(row) // LANES * LANES
-        for at in range(0, whole, LANES):
-            for j in range(LANES):
-                lanes[j] += _exp(row[at + j] - top)
-        for j in range(len(row) - whole):
-            lanes[j] += _exp(row[whole + j] - top)
-        out[i] = top + np.log(_combine(lanes))
+    def __call__(
+        self, layer: int, qkv: torch.Tensor, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See Attention."""
+        out = torch.empty(qkv.shape[0], self._layout.n_head * self._layout.head_dim)
+        attend(
+            qkv.numpy(),
+            self._no_norm if q_norm is None else q_norm.numpy(),
+            self._no_norm if k_norm is None else k_norm.numpy(),
+            self._eps,
+            self._cos,
+            self._sin,
+            self._scale,
+            self._positions,
+            self._slots,
+            self._items,
+            self._bounds,
+            self._keys[layer],
+            self._values[layer],
+            self._q,
+            self._scores,
+            self._sums,
+            out.numpy(),
+        )
+        return out

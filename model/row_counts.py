@@ -1,4 +1,4 @@
-"""Linear layers, and the row counts at which their rows are bit-identical.
+"""The row counts at which a library's matrix products give bit-identical rows.
 
 A matrix product may add up a row differently depending on how many rows share the call: the
 library picks another kernel or another blocking. Which counts agree is the library's and the
@@ -13,37 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+
+from model.backend import Linear
 
 CANDIDATES = (*range(4, 128, 4), *range(128, 256, 8), *range(256, 513, 32))
 """Row counts tried: a step pays for every row that it is padded with, and the fewer rows the more that is of
 it. Less than four take no less time."""
-HEAD_CANDIDATES = tuple(count for count in CANDIDATES if count <= 64)
-"""The same for the output head: few rows sample, and its products are large."""
 PROBE_ROWS = 32
 """Rows whose bits are compared between counts."""
-
-
-class Linear:
-    """y = x W^T + b for x [rows, in]; the weight is repacked once where the library gains from it."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.out_features, self.in_features = weight.shape
-        self.bias = bias
-        has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        self._packed = has_onednn and weight.device.type == "cpu" and weight.dtype == torch.float32
-        # The hint is the row count the packed layout suits best; every count gives right results.
-        self.weight = (
-            torch.ops.mkldnn._reorder_linear_weight(weight, 16) if self._packed else weight.contiguous()
-        )
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, in] to [rows, out]."""
-        if self._packed:
-            linear = torch.ops.mkldnn._linear_pointwise.default
-            y: torch.Tensor = linear(x, self.weight, self.bias, "none", [], "")
-            return y
-        return F.linear(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +51,12 @@ class RowCounts:
         }
 
 
-def probe_row_counts(layers: Sequence[Linear], candidates: Sequence[int] = CANDIDATES) -> RowCounts:
+def probe_row_counts(
+    layers: Sequence[Linear],
+    candidates: Sequence[int] = CANDIDATES,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> RowCounts:
     """Find the largest set of row counts at which every layer gives bit-identical rows.
 
     Runs the layers on seeded random rows. At each count the rows stand at several positions beside
@@ -85,7 +67,7 @@ def probe_row_counts(layers: Sequence[Linear], candidates: Sequence[int] = CANDI
     start = time.perf_counter()
     classes: dict[tuple[bytes, ...], list[int]] = {}
     for count in sorted(candidates):
-        results = [_rows_at(layer, count) for layer in layers]
+        results = [_rows_at(layer, count, device, dtype) for layer in layers]
         if all(result is not None for result in results):
             classes.setdefault(tuple(result for result in results if result is not None), []).append(count)
     kept = max(classes.values(), key=lambda counts: (len(counts), counts[-1]), default=[])
@@ -97,10 +79,10 @@ def probe_row_counts(layers: Sequence[Linear], candidates: Sequence[int] = CANDI
     )
 
 
-def _rows_at(layer: Linear, count: int) -> bytes | None:
+def _rows_at(layer: Linear, count: int, device: torch.device | str, dtype: torch.dtype) -> bytes | None:
     """The probe rows' results at this count; None if they depend on position or neighbours."""
     rows = np.random.default_rng(0).standard_normal((max(PROBE_ROWS, count), layer.in_features), np.float32)
-    x = torch.from_numpy(rows).to(layer.weight.device, layer.weight.dtype)
+    x = torch.from_numpy(rows).to(device, dtype)
     found: torch.Tensor | None = None
     for shift in (0, count // 2 | 1):
         shifted = x.roll(shift, dims=0)

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from model import kernels
-from model.attention import CpuAttention, HeadLayout, Rope
-from model.slot_kv import KEY_BLOCK, SlotKV
+from model.backend import HeadLayout, Rope
+from model.cpu.attention import CpuAttention, plan_items
+from model.cpu.backend import CpuBackend
+from model.cpu.jit import LANES
+from model.storage import SlotStorage
 
 CONTEXT = 160
 
@@ -24,8 +26,8 @@ class Case:
     norms: tuple[torch.Tensor | None, torch.Tensor | None]
     rope: Rope
 
-    def kv(self, slots: int) -> SlotKV:
-        return SlotKV(
+    def kv(self, slots: int) -> SlotStorage:
+        return CpuBackend().storage(
             n_layer=1,
             num_slots=slots,
             n_kv_head=self.layout.n_kv_head,
@@ -59,12 +61,12 @@ CASES = {
 }
 
 
-def attend(case: Case, kv: SlotKV, runs: list[tuple[int, int, torch.Tensor]]) -> torch.Tensor:
+def attend(case: Case, storage: SlotStorage, runs: list[tuple[int, int, torch.Tensor]]) -> torch.Tensor:
     """Outputs of the rows of runs of (slot, first position, q k v rows)."""
     positions = np.concatenate([np.arange(first, first + len(rows)) for _, first, rows in runs])
     slots = np.concatenate([np.full(len(rows), slot) for slot, _, rows in runs])
     attention = CpuAttention(case.layout, case.rope)
-    attention.begin(positions, slots, kv)
+    attention.begin(positions, slots, storage)
     return attention(0, torch.cat([rows for _, _, rows in runs]), *case.norms)
 
 
@@ -91,7 +93,7 @@ def reference(case: Case, rows: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("length", [1, KEY_BLOCK, KEY_BLOCK + 1, 131])
+@pytest.mark.parametrize("length", [1, LANES, LANES + 1, 131])
 def test_equals_plain_attention(case: Case, length: int) -> None:
     rows = case.rows(length, seed=length)
     found = attend(case, case.kv(1), [(0, 0, rows.clone())])
@@ -110,7 +112,7 @@ def test_no_bit_depends_on_the_number_of_threads(workers: int, monkeypatch: pyte
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_work_is_shared_out_whole_and_evenly(workers: int) -> None:
     positions, slots = np.r_[np.arange(1000), np.full(8, 500)], np.r_[np.full(1000, 9), np.arange(8)]
-    items, bounds = kernels.plan_items(positions, slots, 3, 3, workers)
+    items, bounds = plan_items(positions, slots, 3, 3, workers)
     assert items[:, 1].sum() == len(positions)
     assert (bounds[0], bounds[-1], len(bounds)) == (0, 3 * len(items), workers + 1)
     costs = np.repeat(items[:, 1] * (items[:, 2] + items[:, 1]), 3)
@@ -124,7 +126,7 @@ def test_no_bit_depends_on_chunks_company_or_leftovers(case: Case) -> None:
     sequences = [case.rows(int(length), seed=i) for i, length in enumerate([1, 16, 33, 64, 127])]
     kv = case.kv(len(sequences))
     for slot in range(len(sequences)):
-        kv.clear(slot)  # every position of every slot is NaN now
+        kv.forget(slot)  # every position of every slot is NaN now
     alone = [attend(case, case.kv(1), [(0, 0, rows.clone())]) for rows in sequences]
     done = [0] * len(sequences)
     mixed: list[list[torch.Tensor]] = [[] for _ in sequences]
