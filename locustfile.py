@@ -30,7 +30,8 @@ from locust.env import Environment
 from locust.exception import StopUser
 
 from bench import workload
-from bench.client import CONNECT_TIMEOUT, SILENCE_TIMEOUT, Server
+from bench.client import CONNECT_TIMEOUT, SILENCE_TIMEOUT, Endpoint
+from bench.replay import from_trace
 from bench.report import BenchError
 from bench.stream import CompletionStream
 from bench.workload import Item, Workload
@@ -117,7 +118,7 @@ class Streamer(HttpUser):
     source: ClassVar[Source | None] = None
     """Of the run that is on, if one is."""
     model: ClassVar[str]
-    server: ClassVar[Server]
+    server: ClassVar[Endpoint]
 
     @task
     def complete(self) -> None:
@@ -215,7 +216,7 @@ class Load(LoadTestShape):
 @events.test_start.add_listener  # type: ignore[untyped-decorator]
 def _start(environment: Environment, **_: object) -> None:
     options = _parsed(environment)
-    Streamer.server = Server(environment.host or "", options.api_key or None)
+    Streamer.server = Endpoint(environment.host or "", options.api_key or None)
     try:
         Streamer.model = Streamer.server.model()
         Streamer.source = Source(
@@ -265,7 +266,7 @@ def _parsed(environment: Environment) -> Namespace:
 
 def _load(options: Namespace) -> Workload:
     if options.trace:
-        load = workload.from_trace(
+        load = from_trace(
             Path(options.trace), max_len=options.context, time_scale=options.time_scale, seed=options.seed
         )
     else:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench.report import Advance, BenchError
-from bench.timeline import Timelines, latencies
+from bench.timeline import Timelines
 from bench.workload import Workload, preset
 from engine_actor.engine import Engine
 from engine_actor.records import StepRecord
@@ -17,8 +16,11 @@ from engine_actor.request import Request
 from engine_actor.scheduler import Mode
 from model.model_executor import ModelExecutor
 from model.transformer import Transformer
+from policies import load_policy
 from policies.base import Policy
-from policies.fcfs import Fcfs
+
+if TYPE_CHECKING:
+    from engine_actor.telemetry import Telemetry
 
 
 @dataclass(slots=True)
@@ -28,14 +30,23 @@ class Run(Timelines):
     records: list[StepRecord]
     slots: int
 
+    @property
+    def while_waiting(self) -> list[StepRecord]:
+        """Steps after which someone still waited: all but those in which the run fills up or runs dry."""
+        return [record for record in self.records if record.waiting]
+
+    @property
+    def tokens_per_s_while_waiting(self) -> float:
+        tokens = sum(share.sampled for record in self.while_waiting for share in record.shares)
+        return tokens / (sum(record.seconds for record in self.while_waiting) or 1)
+
     def summary(self) -> dict[str, Any]:
         """Timelines.summary, with what only the steps know."""
-        waiting = [record for record in self.records if record.waiting]
         return {
-            **latencies(self.requests, self.seconds),
+            **Timelines.summary(self),
             "steps": len(self.records),
             "utilization": utilization(self.records, self.slots, self.seconds),
-            "utilization_while_waiting": utilization(waiting, self.slots),
+            "utilization_while_waiting": utilization(self.while_waiting, self.slots),
             "preemptions": sum(t.preemptions for t in self.requests),
         }
 
@@ -65,17 +76,17 @@ def _slot_seconds(record: StepRecord) -> float:
     return busy
 
 
-def load(model: str | None = None) -> Transformer:
-    """The packaged model, or the one at the path `model`, on this machine's device.
-
-    Raises BenchError when there is none.
-    """
+def load(path: str | None = None) -> Transformer:
+    """The packaged model, or the one at `path`, on this machine's device: warm, so that nothing compiles
+    while a clock is watched. Raises BenchError when there is none."""
     from model.loader import ModelError, load_model
 
     try:
-        return load_model(model)
+        model = load_model(path)
     except (FileNotFoundError, ModelError) as error:
         raise BenchError(str(error)) from error
+    drive(build(model, slots=4, max_len=128), preset("smoke", vocab=model.vocab_size))
+    return model
 
 
 def build(
@@ -83,13 +94,13 @@ def build(
     *,
     slots: int = 16,
     max_len: int = 2048,
-    policy: Policy | None = None,
+    policy: str | Policy = "fcfs",
     mode: Mode = "chunked",
     max_step_tokens: int | None = None,
     kv_budget: int | None = None,
 ) -> Engine:
-    """A fresh engine with its own KV around a loaded model; fcfs unless told otherwise."""
-    policy = policy or Fcfs()
+    """A fresh engine with its own KV around a loaded model; a policy by name or as it is."""
+    policy = load_policy(policy) if isinstance(policy, str) else policy
     executor = ModelExecutor(model, model.new_storage(num_slots=slots, max_len=max_len))
     return Engine(executor, policy, mode=mode, max_step_tokens=max_step_tokens, kv_budget=kv_budget)
 
@@ -100,6 +111,7 @@ def drive(
     *,
     advance: Advance | None = None,
     on_step: Callable[[StepRecord], None] | None = None,
+    telemetry: Telemetry | None = None,
 ) -> Run:
     """Submit each item when it is due and step until all are done; `advance` counts output tokens."""
     clock = engine.clock
@@ -112,20 +124,26 @@ def drive(
     while due or engine.has_work():
         while due and started + due[-1].arrival <= clock():
             item = due.pop()
-            requests[item.id] = item.request(started)
-            engine.submit(requests[item.id])
+            requests[item.id] = request = item.request(started)
+            if telemetry is not None:
+                telemetry.on_submit(request)
+            engine.submit(request)
         if not engine.has_work():
             time.sleep(max(0.0, started + due[-1].arrival - clock()))
             continue
         outputs, record = engine.step()
         now = clock()
         records.append(record)
+        if telemetry is not None:
+            telemetry.on_step(record)
         for output in outputs:
             timeline = by_id[output.request_id]
             timeline.error = output.error
             if output.sampled is not None:
                 timeline.token_times.append(now)
                 timeline.output.append(output.sampled.token)
+            if telemetry is not None and output.finish_reason is not None:
+                telemetry.on_end(requests[output.request_id])
         if advance:
             advance(len(outputs))
         if on_step:
@@ -136,15 +154,3 @@ def drive(
         timeline.preemptions = request.num_preemptions
         timeline.recomputed_tokens = request.recomputed_tokens
     return Run(timelines, started, clock(), records, engine.slots.count)
-
-
-def warm_up(model: Transformer) -> None:
-    """Run one short workload, so that nothing compiles while a clock is watched."""
-    drive(build(model, slots=4, max_len=128), preset("smoke", vocab=model.vocab_size))
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the engine under test."""
-    parser.add_argument("--model", help="a GGUF file or a Hugging Face directory (default: packaged)")
-    parser.add_argument("--slots", type=int, default=16, help="requests that run at once (default: 16)")
-    parser.add_argument("--max-len", type=int, default=2048, help="tokens a slot holds (default: 2048)")

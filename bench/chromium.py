@@ -65,31 +65,11 @@ class Page:
                 raise AssertionError(f"{what} did not happen in {seconds} s")
             time.sleep(0.05)
 
-    def click_newest_cell(self, slot: int) -> None:
-        """Click into the newest column of a slot's row."""
-        self.driver.execute_script(
-            """const canvas = document.getElementById("grid"), box = canvas.getBoundingClientRect();
-            const row = (canvas.clientHeight - 66) / arguments[1];
-            const y = box.top + 46 + row * (arguments[0] + 0.5);
-            canvas.dispatchEvent(new MouseEvent("click", {clientX: box.right - 4, clientY: y}));""",
-            slot,
-            16,
-        )
-
     def screenshot(self, name: str) -> Path:
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
         path = SCREENSHOTS / f"{name}.png"
         self.driver.save_screenshot(str(path))
         return path
-
-    def problems(self) -> list[str]:
-        """Errors on the console, and anything loaded from elsewhere."""
-        console = [str(entry["message"]) for entry in self.driver.get_log("browser")]
-        foreign: list[str] = self.driver.execute_script(
-            "return performance.getEntriesByType('resource').map(e => e.name)"
-            ".filter(name => !name.startsWith(location.origin))"
-        )
-        return console + foreign
 
 
 @contextmanager

@@ -27,20 +27,20 @@ PLUG_TOKENS, PLUG_TOKENS_EACH = 64, 1
 
 
 @dataclass(frozen=True)
-class Server:
+class Endpoint:
     """Where to send, and as whom."""
 
     url: str
     api_key: str | None = None
 
-    def headers(self, tenant: str) -> dict[str, str]:
+    def headers(self, tenant: str = "default") -> dict[str, str]:
         key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         return {"X-Tenant-Id": tenant, **key}
 
     def model(self) -> str:
         """The first model it serves. Raises BenchError when nobody answers."""
         try:
-            answer = httpx.get(f"{self.url}/v1/models", headers=self.headers("default"), timeout=10)
+            answer = httpx.get(f"{self.url}/v1/models", headers=self.headers(), timeout=10)
             answer.raise_for_status()
             return str(answer.json()["data"][0]["id"])
         except httpx.HTTPStatusError as error:
@@ -49,16 +49,16 @@ class Server:
             raise BenchError(f"no OpenAI-compatible server at {self.url}: {error}") from error
 
 
-def drive(server: Server, workload: Workload, *, advance: Advance | None = None) -> Timelines:
+def drive(endpoint: Endpoint, workload: Workload, *, advance: Advance | None = None) -> Timelines:
     """Send each item when it is due and stream its answer; `advance` counts events, about one a token.
 
     A request that fails keeps the tokens it got and says why in its timeline.
     """
-    return asyncio.run(_drive(server, workload, advance))
+    return asyncio.run(_drive(endpoint, workload, advance))
 
 
 def drive_queue(
-    server: Server, workload: Workload, *, slots: int, advance: Advance | None = None
+    endpoint: Endpoint, workload: Workload, *, slots: int, advance: Advance | None = None
 ) -> Timelines:
     """The same for a closed loop: all requests wait, in their order, when the clock starts.
 
@@ -67,35 +67,36 @@ def drive_queue(
     starts, and every item arrives, when the plug has left; when items are due plays no part. Raises
     BenchError if the plug is refused, breaks off or leaves before all items are queued.
     """
-    return asyncio.run(_drive_queue(server, workload, slots, advance))
+    return asyncio.run(_drive_queue(endpoint, workload, slots, advance))
 
 
-async def _drive(server: Server, workload: Workload, advance: Advance | None) -> Timelines:
-    model = server.model()
+async def _drive(endpoint: Endpoint, workload: Workload, advance: Advance | None) -> Timelines:
+    model = endpoint.model()
     async with _session() as session:
-        run = Timelines.of(workload, time.time())
+        run = Timelines.of(workload, time.monotonic())
         answers = [_Answer(timeline) for timeline in run.requests]
-        return await _complete(
-            run, answers, [answer.receive(session, server, model, advance) for answer in answers]
-        )
+        return await _complete(run, answers, [a.receive(session, endpoint, model, advance) for a in answers])
 
 
-async def _drive_queue(server: Server, workload: Workload, slots: int, advance: Advance | None) -> Timelines:
-    model = server.model()
+async def _drive_queue(
+    endpoint: Endpoint, workload: Workload, slots: int, advance: Advance | None
+) -> Timelines:
+    model = endpoint.model()
     tokens = max(PLUG_TOKENS, PLUG_TOKENS_EACH * len(workload))
     body = Item("plug", 0.0, PLUG_PROMPT, tokens).body(model) | {"prompt": [PLUG_PROMPT] * slots}
-    url, headers = f"{server.url}/v1/completions", server.headers("default")
     async with _session() as session:
-        run = Timelines.of(workload.arriving(None), time.time())
+        run = Timelines.of(workload.arriving(None), time.monotonic())
         answers = [_Answer(timeline) for timeline in run.requests]
         receiving: list[asyncio.Task[None]] = []
         try:
-            async with session.post(url, json=body, headers=headers) as plug:
+            async with session.post(
+                f"{endpoint.url}/v1/completions", json=body, headers=endpoint.headers()
+            ) as plug:
                 if not plug.ok:
                     raise BenchError(f"the plug was refused: HTTP {plug.status}: {(await plug.text())[:200]}")
                 leaving = asyncio.create_task(plug.read())
                 for answer in answers:
-                    receiving.append(asyncio.create_task(answer.receive(session, server, model, advance)))
+                    receiving.append(asyncio.create_task(answer.receive(session, endpoint, model, advance)))
                     await answer.begun.wait()
                 too_early = leaving.done()
                 whole = (await leaving).endswith(b"data: [DONE]\n\n")
@@ -107,7 +108,7 @@ async def _drive_queue(server: Server, workload: Workload, slots: int, advance: 
             raise BenchError(
                 f"the plug left after {tokens} tokens, before all {len(run.requests)} were queued"
             )
-        run.started = time.time()
+        run.started = time.monotonic()
         for timeline in run.requests:
             timeline.arrival = run.started
         return await _complete(run, answers, receiving)
@@ -118,7 +119,7 @@ async def _complete(
 ) -> Timelines:
     """The run, once all answers are in."""
     await asyncio.gather(*receiving)
-    run.ended = time.time()
+    run.ended = time.monotonic()
     for answer in answers:
         answer.read()
     return run
@@ -167,11 +168,11 @@ class _Answer:
         self._error: str | None = None
 
     async def receive(
-        self, session: aiohttp.ClientSession, server: Server, model: str, advance: Advance | None
+        self, session: aiohttp.ClientSession, endpoint: Endpoint, model: str, advance: Advance | None
     ) -> None:
         item = self._timeline.item
-        await asyncio.sleep(self._timeline.arrival - time.time())
-        url, headers = f"{server.url}/v1/completions", server.headers(item.tenant)
+        await asyncio.sleep(self._timeline.arrival - time.monotonic())
+        url, headers = f"{endpoint.url}/v1/completions", endpoint.headers(item.tenant)
         try:
             async with session.post(url, json=item.body(model), headers=headers) as response:
                 self.begun.set()
@@ -180,7 +181,7 @@ class _Answer:
                     self._error = f"HTTP {response.status}: {body[:200]}"
                     return
                 async for part in response.content.iter_any():
-                    self._parts.append((time.time(), part))
+                    self._parts.append((time.monotonic(), part))
                     if advance:
                         advance(part.count(b"data: {"))
         except (aiohttp.ClientError, TimeoutError) as error:

@@ -4,46 +4,38 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import statistics
 import textwrap
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
-import numpy as np
-
-from bench import bare, client, observed, workload
+from bench import client, observed, options, variance, workload
+from bench.chart import CONTINUOUS, INK, MUTED, STATIC
+from bench.client import Endpoint
 from bench.observed import Observed
-from bench.report import CONTINUOUS, FAINT, INK, MUTED, STATIC, BenchError, Report
+from bench.report import BenchError, Report
+from bench.samples import Pairs, mean_of
 from bench.serving import served
-from bench.timeline import Timelines
-from bench.workload import Shape, Spread, Workload
-from policies import load_policy
+from bench.timeline import columns
+from bench.variance import SIDES
+from bench.workload import Workload
+from engine_actor.clock import wall
 
-SIDES: dict[str, dict[str, Any]] = {
-    "continuous": {"policy": "fcfs", "mode": "chunked"},
-    # Fair to the old way: a batch takes all that waits, prefills it in one go, streams every token,
-    # and makes room as soon as its last request is done.
-    "static": {"policy": "static", "mode": "batched"},
-}
-COLOURS = {"continuous": CONTINUOUS, "static": STATIC}
+COLOURS = {"static": STATIC, "continuous": CONTINUOUS}
 GAIN, UTILIZATION, TTFT_GAIN = 2.5, 0.9, 5.0
-TURNS = ("continuous", "static", "continuous")
-"""Servers, one after another. The closed loop of the faster side runs before and after that of the other, and
-counts as the mean of both, since a machine's speed drifts within minutes."""
+STATIC_TURNS = 3
+"""A machine's speed drifts within minutes, so each static server runs between two continuous ones. One is
+enough where both neighbours say the same of the bar; else there are so many at most."""
 CLOSED = "all requests wait at the start"
 LOAD = 0.7
 """Of continuous batching's own capacity: where the open-loop bar stands."""
 OTHER_SEEDS = range(1, 9)
-VARIATIONS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0)
-SWEEP_ROUNDS = 3
-"""Turns of each side per variation: a run takes seconds, so that one disturbance would decide it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    bare.add_arguments(parser)
-    workload.add_arguments(parser)
+    options.add_engine(parser)
+    options.add_workload(parser)
     parser.add_argument(
         "--rates",
         type=float,
@@ -52,78 +44,68 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="open loop: arrivals as shares of continuous batching's capacity (default: 0.35 0.7)",
     )
     parser.add_argument("--open-requests", type=int, default=40, help="requests per rate (default: 40)")
+    parser.add_argument("--draws", type=int, default=3, help=f"times of arrival at {LOAD}, drawn so often")
     parser.add_argument(
         "--sweep", choices=["variance"], help="instead: the gain against the spread of output lengths"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    return _sweep(args) if args.sweep else _head_to_head(args)
-
-
-def _head_to_head(args: argparse.Namespace) -> int:
+    if args.sweep:
+        return variance.run(args)
     report = Report("compare", args.out)
-    closed = workload.chosen(args, max_len=args.max_len, requests=128).arriving(None)
+    closed = options.workload(args, max_len=args.max_len, requests=128).arriving(None)
     fewer = argparse.Namespace(**vars(args) | {"requests": args.open_requests})
-    opened = workload.chosen(fewer, max_len=args.max_len)
+    opened = options.workload(fewer, max_len=args.max_len)
     report.say(f"closed loop: {closed}")
-
+    static_steps, continuous_steps = fewest_steps(closed, args.slots)
     data: dict[str, Any] = {
         "workload": str(closed),
-        "fewest_steps": dict(zip(("static", "continuous"), fewest_steps(closed, args.slots), strict=True)),
+        "fewest_steps": {"static": static_steps, "continuous": continuous_steps},
         "closed": {},
         "open": {},
-        "rates": [],
+        "rates": [{"share": share} for share in args.rates],
     }
     pictures: dict[str, Observed] = {}
-    turns: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
-    for side in TURNS:
-        settings = {
-            **SIDES[side],
-            "max_num_seqs": args.slots,
-            "max_len": args.max_len,
-            "max_prompts": args.slots,  # those of the plug
-            "model": args.model,
-        }
-        report.say(f"{side}: starting `serve run` with {SIDES[side]}")
-        with _server(settings) as server:
-            client.drive(server, workload.preset("smoke", seed=1))
-            figures, pictures[side] = _measure(report, server, closed, f"{side}-closed", queued_at=args.slots)
-            turns[side].append(figures)
-            data["closed"][side] = _mean(turns[side])
-            report.save(data)
-            if len(turns[side]) > 1:
-                continue
-            capacity = turns["continuous"][0]["requests_per_s"]
-            for index, share in enumerate(args.rates):
-                load = opened.arriving(share * capacity, seed=args.seed)
-                figures, _ = _measure(report, server, load, f"{side}-{share:g}")
-                if index == len(data["rates"]):
-                    data["rates"].append({"share": share, "requests_per_s": share * capacity})
-                data["rates"][index][side] = figures
-                if share == LOAD:
-                    data["open"] = data["rates"][index]
-                report.save(data)
-    for entry in data["rates"]:
-        entry["of_static"] = entry["requests_per_s"] / data["closed"]["static"]["requests_per_s"]
-        entry["ttft_gain"] = entry["static"]["ttft_p95"] / entry["continuous"]["ttft_p95"]
+    turns: list[tuple[str, dict[str, Any]]] = []
 
-    _tables(report, data)
-    _draw_head_to_head(report, data)
-    _draw_slots(report, pictures)
-    by_turn = " and ".join(f"{turn['tokens_per_s']:.0f}" for turn in turns["continuous"])
-    report.note(f"Closed loop, continuous: the mean of {by_turn} tokens/s, before and after static.")
+    def visit(side: str) -> None:
+        """A closed loop on a fresh server, and at the side's first turn the open ones."""
+        report.say(f"{side}: starting `serve run` with {SIDES[side]}")
+        limits = {"max_num_seqs": args.slots, "max_len": args.max_len, "max_prompts": args.slots}
+        with served(SIDES[side] | limits | {"model": args.model}) as server:
+            here = Endpoint(server.url)
+            client.drive(here, workload.preset("smoke", seed=1))
+            figures, pictures[side] = _measure(report, here, closed, f"{side}-closed", queued_at=args.slots)
+            turns.append((side, figures))
+            data["closed"][side] = mean_of([figures for name, figures in turns if name == side])
+            for entry in data["rates"]:
+                if side not in entry:
+                    _open(report, here, side, entry, opened, data["closed"], args)
+                    report.save(data)
+
+    visit("continuous")
+    for _ in range(STATIC_TURNS):
+        visit("static")
+        visit("continuous")
+        rates = [figures["tokens_per_s"] for _, figures in turns]
+        gains = [max(pair) / min(pair) for pair in pairwise(rates)]
+        if min(gains) >= GAIN or max(gains) < GAIN:
+            break
+    data["open"] = next((entry for entry in data["rates"] if entry["share"] == LOAD), {})
+
+    _tell(report, data)
+    _draw(report, data)
+    with report.chart("slots", rows=2, size=(12, 7.2)) as (_, axes):
+        for panel, side in zip(axes, COLOURS, strict=True):
+            pictures[side].draw(panel, COLOURS[side])
+            spent, used = pictures[side].seconds, pictures[side].utilization() or 0.0
+            panel.set_title(f"{side}: done after {spent:.0f} s, {used:.0%} of the slots' time at work")
+            panel.set_xlim(0, max(seen.seconds for seen in pictures.values()))
+        axes[-1].set_xlabel("seconds; dark: prefill, coloured: decode, grey: a slot that does nothing useful")
+    in_order = ", ".join(f"{side} {figures['tokens_per_s']:.0f}" for side, figures in turns)
+    report.note(f"Closed loop, tokens/s in order: {in_order}. A side counts as the mean of its turns.")
     report.note(_fewest(args, closed))
-    for entry in data["rates"]:
-        overload = " Static's queue grows for as long as they last." if entry["of_static"] > 1 else ""
-        report.note(
-            f"Open loop, arrivals at {_capacity(entry)}: static's TTFT p95 is {entry['ttft_gain']:.1f}x "
-            f"continuous batching's.{overload}"
-        )
-    report.note(
-        "What to see: a static batch keeps the slots of its finished requests until its longest answer "
-        "is out; continuous batching gives each slot to the next in the queue at the very next step."
-    )
     static, continuous = data["closed"]["static"], data["closed"]["continuous"]
     gain = continuous["tokens_per_s"] / static["tokens_per_s"]
     report.at_least("closed loop: continuous / static tokens/s", gain, GAIN, "x")
@@ -133,66 +115,53 @@ def _head_to_head(args: argparse.Namespace) -> int:
         UTILIZATION,
     )
     if data["open"]:
-        report.at_least(
-            f"open loop at {LOAD} of continuous batching's capacity: static / continuous TTFT p95",
-            data["open"]["ttft_gain"],
-            TTFT_GAIN,
-            "x",
-        )
+        what = f"open loop at {LOAD} of continuous batching's capacity: static / continuous TTFT p95"
+        report.at_least(what, data["open"]["ttft_gain"], TTFT_GAIN, "x")
     return report.finish(data)
 
 
-@contextmanager
-def _server(settings: Mapping[str, Any]) -> Iterator[client.Server]:
-    """A server of our own, as the client sees it."""
-    try:
-        with served(settings) as server:
-            yield client.Server(server.url)
-    except RuntimeError as error:
-        raise BenchError(str(error)) from error
+def _open(
+    report: Report,
+    here: Endpoint,
+    side: str,
+    entry: dict[str, Any],
+    load: Workload,
+    closed: Mapping[str, Any],
+    args: argparse.Namespace,
+) -> None:
+    """A side's open loops at one rate; with both sides known, what they say of each other."""
+    rate = entry.setdefault("requests_per_s", entry["share"] * closed["continuous"]["requests_per_s"])
+    draws = [
+        _measure(report, here, load.arriving(rate, seed=args.seed + n), f"{side}-{entry['share']:g}-{n}")[0]
+        for n in range(args.draws if entry["share"] == LOAD else 1)
+    ]
+    entry[side] = mean_of(draws)
+    entry.setdefault("ttft_p95_by_draw", {})[side] = [figures["ttft_p95"] for figures in draws]
+    if side == "static":
+        entry["of_static"] = rate / closed["static"]["requests_per_s"]
+        p95 = entry["ttft_p95_by_draw"]
+        entry["ttft_gain"] = Pairs.ratios(p95["static"], p95["continuous"]).median
 
 
 def _measure(
-    report: Report, server: client.Server, load: Workload, name: str, *, queued_at: int | None = None
+    report: Report, here: Endpoint, load: Workload, name: str, *, queued_at: int | None = None
 ) -> tuple[dict[str, Any], Observed]:
     """A run's figures. `queued_at`: a closed loop, all requests wait for so many slots; else an open one."""
-    run: Timelines
     with report.progress(name, load.output_tokens) as advance:
         if queued_at is None:
-            run = client.drive(server, load, advance=advance)
+            run = client.drive(here, load, advance=advance)
         else:
-            run = client.drive_queue(server, load, slots=queued_at, advance=advance)
+            run = client.drive_queue(here, load, slots=queued_at, advance=advance)
     if run.errors:
         raise BenchError(f"{name}: {len(run.errors)} requests failed, the first with {run.errors[0]}")
-    since = min(600.0, time.time() - run.started + 1)
-    seen = observed.fetch(
-        server, run.started, run.ended, seconds=since, save=report.out / f"{name}.trace.json"
-    )
+    since = min(600.0, time.monotonic() - run.started + 1)
+    trace = observed.fetch(here, since, report.out / f"{name}.trace.json")
+    seen = observed.cut(trace, wall(run.started), wall(run.ended))
     return run.summary() | {
         "steps": len(seen.steps),
         "utilization": seen.utilization(),
         "utilization_while_waiting": seen.utilization_while_waiting(),
     }, seen
-
-
-def _fewest(args: argparse.Namespace, load: Workload) -> str:
-    """What the draw of the lengths alone decides, for this workload and for others like it."""
-    static, continuous = fewest_steps(load, args.slots)
-    told = (
-        f"These lengths take {static:,} steps in static batches of {args.slots}, at least {continuous:,} in "
-        "slots that are refilled at once"
-    )
-    if args.trace:
-        return f"{told}: {static / continuous:.2f}x."
-    ratios = []
-    for seed in OTHER_SEEDS:
-        other = workload.preset(args.preset, seed=args.seed + seed, requests=len(load))
-        fewest = fewest_steps(other, args.slots)
-        ratios.append(fewest[0] / fewest[1])
-    return (
-        f"{told}: {static / continuous:.2f}x. How much there is to gain lies in the draw: with the next "
-        f"{len(OTHER_SEEDS)} seeds it is {min(ratios):.2f}x to {max(ratios):.2f}x."
-    )
 
 
 def fewest_steps(load: Workload, slots: int) -> tuple[int, int]:
@@ -205,147 +174,70 @@ def fewest_steps(load: Workload, slots: int) -> tuple[int, int]:
     return sum(map(max, batches)), max(free_at)
 
 
-def _mean(turns: list[dict[str, Any]]) -> dict[str, Any]:
-    """Each figure's mean over the turns; None where a turn has none."""
-    columns = {name: [turn[name] for turn in turns] for name in turns[0]}
-    return {name: None if None in values else statistics.mean(values) for name, values in columns.items()}
-
-
-def _capacity(entry: Mapping[str, Any]) -> str:
-    """A rate as a share of what each side can do at most."""
+def _fewest(args: argparse.Namespace, load: Workload) -> str:
+    """What the draw of the lengths alone decides, for this workload and for others like it."""
+    static, continuous = fewest_steps(load, args.slots)
+    told = (
+        f"These lengths take {static:,} steps in static batches of {args.slots}, at least {continuous:,} in "
+        f"slots that are refilled at once: {static / continuous:.2f}x."
+    )
+    if args.trace:
+        return told
+    others = (workload.preset(args.preset, seed=args.seed + s, requests=len(load)) for s in OTHER_SEEDS)
+    ratios = [static / continuous for static, continuous in (fewest_steps(o, args.slots) for o in others)]
     return (
-        f"{entry['share']:.0%} of continuous batching's capacity, "
-        f"which is {entry['of_static']:.0%} of static batching's"
+        f"{told} How much there is to gain lies in the draw: with the next {len(OTHER_SEEDS)} seeds it is "
+        f"{min(ratios):.2f}x to {max(ratios):.2f}x."
     )
 
 
-def _tables(report: Report, data: dict[str, Any]) -> None:
-    columns = {
-        "tokens/s": "tokens_per_s",
-        "requests/s": "requests_per_s",
-        "TTFT p50 (s)": "ttft_p50",
-        "p95": "ttft_p95",
-        "p99": "ttft_p99",
-        "ITL p50 (s)": "itl_p50",
-        "ITL p95": "itl_p95",
-        "E2E p50 (s)": "e2e_p50",
-        "E2E p95": "e2e_p95",
-        "slots used": "utilization",
-        "steps": "steps",
-    }
+def at_rate(entry: Mapping[str, Any]) -> str:
+    """A rate of arrivals beside what each side can serve."""
+    return (
+        f"{entry['share']:.0%} of the rate that continuous batching can serve "
+        f"({entry['of_static']:.2g} times the rate that static batching can)"
+    )
 
-    def rows(sides: Mapping[str, Any]) -> list[list[object]]:
-        return [[side, *(sides[side][key] for key in columns.values())] for side in SIDES if side in sides]
 
-    report.table(f"Closed loop: {CLOSED}", ["", *columns], rows(data["closed"]))
+def _tell(report: Report, data: dict[str, Any]) -> None:
+    def table(title: str, sides: Mapping[str, Any]) -> None:
+        rows = [
+            {"": side}
+            | columns(sides[side])
+            | {"slots used": sides[side]["utilization"], "steps": sides[side]["steps"]}
+            for side in SIDES
+        ]
+        report.records(title, rows)
+
+    table(f"Closed loop: {CLOSED}", data["closed"])
     for entry in data["rates"]:
-        title = f"Open loop: {entry['requests_per_s']:.2f} requests/s, {_capacity(entry)}"
-        report.table(title, ["", *columns], rows(entry))
+        table(f"Open loop: {entry['requests_per_s']:.2f} requests/s, {at_rate(entry)}", entry)
+    for entry in data["rates"]:
+        overload = " Static's queue grows for as long as they last." if entry["of_static"] > 1 else ""
+        report.note(
+            f"Open loop, arrivals at {at_rate(entry)}: static's TTFT p95 is {entry['ttft_gain']:.1f}x "
+            f"continuous batching's (median of {len(entry['ttft_p95_by_draw']['static'])}).{overload}"
+        )
+    report.note(
+        "What to see: a static batch keeps the slots of its finished requests until its longest answer "
+        "is out; continuous batching gives each slot to the next in the queue at the very next step."
+    )
 
 
-def _draw_head_to_head(report: Report, data: dict[str, Any]) -> None:
+def _draw(report: Report, data: dict[str, Any]) -> None:
     closed, opened = data["closed"], data["open"] or data["closed"]
-    arrivals = textwrap.fill(f"arrivals at {_capacity(opened)}", 34) if data["open"] else CLOSED
+    arrivals = textwrap.fill(f"arrivals at {at_rate(opened)}", 34) if data["open"] else CLOSED
     panels = [
-        ("Output tokens/s", {s: closed[s]["tokens_per_s"] for s in SIDES}, "{:.0f}", CLOSED),
-        ("Slots at work", {s: 100 * closed[s]["utilization"] for s in SIDES}, "{:.0f} %", CLOSED),
-        ("TTFT p95", {s: opened[s]["ttft_p95"] for s in SIDES}, "{:.1f} s", arrivals),
+        ("Output tokens/s", {s: closed[s]["tokens_per_s"] for s in COLOURS}, "{:.0f}", CLOSED),
+        ("Slots at work", {s: 100 * closed[s]["utilization"] for s in COLOURS}, "{:.0f} %", CLOSED),
+        ("TTFT p95", {s: opened[s]["ttft_p95"] for s in COLOURS}, "{:.1f} s", arrivals),
     ]
     with report.chart(columns=3, size=(11, 5)) as (figure, axes):
         for panel, (title, values, form, under) in zip(axes, panels, strict=True):
-            order = ["static", "continuous"]
-            bars = panel.bar(order, [values[s] for s in order], color=[COLOURS[s] for s in order], width=0.62)
-            panel.bar_label(bars, [form.format(values[s]) for s in order], padding=4, fontsize=15, color=INK)
-            panel.set_title(title)
-            panel.set_xlabel(under)
-            panel.set_ylim(0, 1.18 * max(values.values()))
-            panel.set_yticks([])
+            bars = panel.bar(list(values), list(values.values()), color=list(COLOURS.values()), width=0.62)
+            panel.bar_label(bars, [form.format(v) for v in values.values()], padding=4, fontsize=15)
+            panel.set(title=title, xlabel=under, ylim=(0, 1.18 * max(values.values())), yticks=[])
             panel.spines["left"].set_visible(False)
             panel.grid(visible=False)
             panel.tick_params(axis="x", length=0, labelcolor=INK)
         figure.suptitle("Same engine, model, slots and requests. Only the batching differs.", color=MUTED)
-
-
-def _draw_slots(report: Report, pictures: Mapping[str, Observed]) -> None:
-    with report.chart("slots", rows=2, size=(12, 7.2)) as (_, axes):
-        longest = 0.0
-        for panel, side in zip(axes, ("static", "continuous"), strict=True):
-            seen = pictures[side]
-            start = seen.steps[0].started
-            length = seen.steps[-1].started + seen.steps[-1].seconds - start
-            longest = max(longest, length)
-            panel.axvspan(0, length, color=FAINT, linewidth=0)
-            for stay in seen.stays:
-                colour = INK if stay.phase == "prefill" else COLOURS[side]
-                panel.broken_barh(
-                    [(stay.started - start, stay.seconds)], (stay.slot + 0.1, 0.8), color=colour
-                )
-            used = seen.utilization() or 0.0
-            panel.set_title(f"{side}: done after {length:.0f} s, {used:.0%} of the slots' time at work")
-            panel.set(ylabel="slot", ylim=(seen.slots, 0), yticks=[0.5, seen.slots - 0.5])
-            panel.set_yticklabels(["0", str(seen.slots - 1)])
-            panel.grid(visible=False)
-        for panel in axes:
-            panel.set_xlim(0, longest)
-        axes[-1].set_xlabel("seconds; dark: prefill, coloured: decode, grey: a slot that does nothing useful")
-
-
-def _sweep(args: argparse.Namespace) -> int:
-    report = Report("compare-variance", args.out)
-    model = bare.load(args.model)
-    bare.warm_up(model)
-    count, mean = args.requests or 48, 24
-    rows: list[dict[str, float]] = []
-    with report.progress("sweep", SWEEP_ROUNDS * 2 * count * mean * len(VARIATIONS)) as advance:
-        for variation in VARIATIONS:
-            shape = Shape(count, Spread(16, 0, 16), Spread(mean, variation, 24 * mean))
-            load = workload.build(shape, f"variation {variation:g}", seed=args.seed, vocab=model.vocab_size)
-            lengths = [item.output_tokens for item in load.items]
-            row: dict[str, float] = {"variation": float(np.std(lengths) / np.mean(lengths))}
-            runs: dict[str, list[bare.Run]] = {side: [] for side in SIDES}
-            for number in range(SWEEP_ROUNDS):
-                for side in list(SIDES)[:: 1 if number % 2 else -1]:
-                    policy, mode = load_policy(SIDES[side]["policy"]), SIDES[side]["mode"]
-                    engine = bare.build(
-                        model, slots=args.slots, max_len=args.max_len, policy=policy, mode=mode
-                    )
-                    runs[side].append(bare.drive(engine, load, advance=advance))
-            for side, turns in runs.items():
-                row[f"{side}_tokens_per_s"] = statistics.median(run.tokens_per_s for run in turns)
-                row[f"{side}_steps"] = len(turns[0].records)
-            row["gain"] = row["continuous_tokens_per_s"] / row["static_tokens_per_s"]
-            row["fewer_steps"] = row["static_steps"] / row["continuous_steps"]
-            rows.append(row)
-            report.save({"sweep": rows})
-    report.table(
-        f"{count} requests of {mean} output tokens on average, {args.slots} slots",
-        ["std / mean of output lengths", "static tokens/s", "continuous tokens/s", "gain", "steps saved"],
-        [
-            [
-                r["variation"],
-                r["static_tokens_per_s"],
-                r["continuous_tokens_per_s"],
-                r["gain"],
-                r["fewer_steps"],
-            ]
-            for r in rows
-        ],
-    )
-    with report.chart() as (_, axes):
-        variations = [r["variation"] for r in rows]
-        axes.plot(variations, [r["gain"] for r in rows], "o-", color=CONTINUOUS, label="tokens/s, measured")
-        axes.plot(variations, [r["fewer_steps"] for r in rows], "--", color=MUTED, label="steps saved")
-        axes.axhline(1, color=STATIC, linewidth=1.5)
-        axes.annotate("static batching", (variations[-1], 1), ha="right", va="bottom", color=STATIC)
-        axes.set(ylim=(0, None), xlim=(0, None))
-        axes.set_xlabel("spread of the output lengths: standard deviation / mean")
-        axes.set_ylabel("continuous / static")
-        axes.set_title("The gain is the variance: equal lengths leave nothing to win")
-        axes.legend(loc="upper left")
-    report.note(
-        "What to see: where all answers are equally long a static batch wastes nothing; the more they "
-        "differ, the longer its slots wait for the longest."
-    )
-    report.at_most("gain at no variance", rows[0]["gain"], 1.15, "x")
-    report.at_least("gain at the largest variance / at none", rows[-1]["gain"] / rows[0]["gain"], 1.5, "x")
-    return report.finish({"sweep": rows})

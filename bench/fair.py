@@ -9,33 +9,35 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from bench import bare
-from bench.report import CONTINUOUS, MUTED, STATIC, Advance, Report
+from bench import bare, chart, options
+from bench.lengths import HeavyTail
+from bench.report import Report
+from bench.samples import Pairs, in_turns
 from bench.timeline import latencies
-from bench.workload import HeavyTail, Shape, Workload, build
-from engine_actor.engine import Engine
-from engine_actor.records import StepRecord
-from engine_actor.request import Phase
+from bench.workload import Shape, Workload, build
 from model.transformer import Transformer
 from policies import load_policy
 
 SLOTS = 8
 MAX_LEN = 128
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
-TRICKLE_EVERY, TRICKLES = 1.0, 6
-BURST_AT, BURST = 9.0, 6
+TRICKLES, BURST = 6, 6
+TRICKLE_EVERY, BURST_AT = 0.06, 0.5
+"""Of the time that A's flood alone would take."""
 POLICIES = ("fcfs", "fair")
 BAR_TTFT = 1 / 5
 BAR_THROUGHPUT = 0.97
+MOST_ROUNDS = 15
 
 
-def crowd(flood: int, vocab: int) -> tuple[Workload, Workload]:
-    """Both tenants, and B alone."""
+def crowd(flood: int, vocab: int, seconds: float) -> tuple[Workload, Workload]:
+    """Both tenants, and B alone. `seconds`: what A's flood alone takes."""
     a = build(
         Shape(flood, HeavyTail(40, 0.3, 24, 64), HeavyTail(24, 0.5, 12, 48), tenants={"A": 1}), vocab=vocab
     )
@@ -44,193 +46,180 @@ def crowd(flood: int, vocab: int) -> tuple[Workload, Workload]:
         seed=1,
         vocab=vocab,
     )
-    times = [(1 + i) * TRICKLE_EVERY for i in range(TRICKLES)] + [BURST_AT] * BURST
+    times = [(1 + i) * TRICKLE_EVERY * seconds for i in range(TRICKLES)] + [BURST_AT * seconds] * BURST
     theirs = tuple(
-        replace(item, id=f"b{index}", arrival=time)
-        for index, (item, time) in enumerate(zip(b.items, times, strict=True))
+        replace(i, id=f"b{n}", arrival=t) for n, (i, t) in enumerate(zip(b.items, times, strict=True))
     )
     both = tuple(sorted((*a.items, *theirs), key=lambda item: item.arrival))
     return Workload("fair", both), Workload("fair, B alone", theirs)
 
 
 @dataclass
-class Ledger:
-    """Weighted service of each tenant, step by step, and how far the two drift apart while both wait."""
+class Service:
+    """Weighted service of both tenants, step by step."""
 
-    engine: Engine
-    service: dict[str, float] = field(default_factory=lambda: {"A": 0.0, "B": 0.0})
-    history: list[tuple[float, float, float]] = field(default_factory=list)
-    """(seconds of the engine's clock, service of A, service of B)"""
-    both_waiting: list[tuple[float, float]] = field(default_factory=list)
-    gap: float = 0.0
-    _extremes: tuple[float, float] | None = None
-    _prompts: dict[str, tuple[str, int]] = field(default_factory=dict)
+    seconds: np.ndarray[Any, Any]
+    """Since the start, when each step began."""
+    served: dict[str, np.ndarray[Any, Any]]
+    both_wait: np.ndarray[Any, Any]
+    """After which steps both tenants had requests in the queue."""
 
-    def note(self, record: StepRecord) -> None:
-        for span in record.shares:
-            self.service[span.tenant] += OUTPUT_WEIGHT * span.sampled
-        for name in record.admitted:
-            if name in self._prompts:  # else it was preempted, and its prompt has been counted
-                tenant, tokens = self._prompts.pop(name)
-                self.service[tenant] += PROMPT_WEIGHT * tokens
-        self.history.append((record.started, self.service["A"], self.service["B"]))
-        waiting = {r.tenant for r in self.engine.requests.values() if r.phase is Phase.WAITING}
-        if {"A", "B"} <= waiting:
-            difference = self.service["A"] - self.service["B"]
-            low, high = self._extremes or (difference, difference)
-            self._extremes = min(low, difference), max(high, difference)
-            self.gap = max(self.gap, self._extremes[1] - self._extremes[0])
-            if self.both_waiting and self.both_waiting[-1][1] == self.history[-2][0]:
-                self.both_waiting[-1] = self.both_waiting[-1][0], record.started
-            else:
-                self.both_waiting.append((record.started, record.started))
-        else:
-            self._extremes = None
+    @classmethod
+    def of(cls, run: bare.Run) -> Service:
+        """Without a shortage of KV nobody is preempted: who has been admitted waits no more."""
+        items = {t.item.id: t.item for t in run.requests}
+        served = {"A": np.zeros(len(run.records)), "B": np.zeros(len(run.records))}
+        for step, record in enumerate(run.records):
+            for share in record.shares:
+                served[share.tenant][step] += OUTPUT_WEIGHT * share.sampled
+            for name in record.admitted:
+                served[items[name].tenant][step] += PROMPT_WEIGHT * len(items[name].prompt)
+        began = np.array([record.started for record in run.records])
+        waiting = {tenant: np.zeros(len(began), bool) for tenant in served}
+        for t in run.requests:
+            admitted = float("inf") if t.admitted is None else t.admitted
+            waiting[t.item.tenant] |= (t.arrival <= began) & (began < admitted)
+        totals = {tenant: np.cumsum(steps) for tenant, steps in served.items()}
+        return cls(began - run.started, totals, waiting["A"] & waiting["B"])
 
-    def expect(self, workload: Workload) -> None:
-        self._prompts = {item.id: (item.tenant, len(item.prompt)) for item in workload.items}
+    @property
+    def stretches(self) -> list[np.ndarray[Any, Any]]:
+        """Numbers of the steps of each time in which both wait."""
+        found = np.flatnonzero(self.both_wait)
+        return np.split(found, np.flatnonzero(np.diff(found) > 1) + 1) if len(found) else []
+
+    @property
+    def gap(self) -> float:
+        """How far the tenants drift apart while both wait."""
+        difference = self.served["A"] - self.served["B"]
+        return max((float(np.ptp(difference[steps])) for steps in self.stretches), default=0.0)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--flood", type=int, default=96, help="requests of tenant A (default: %(default)s)")
+    options.add_model(parser)
+    parser.add_argument("--flood", type=int, default=64, help="requests of tenant A (default: %(default)s)")
     parser.add_argument(
-        "--rounds", type=int, default=3, help="fcfs and fair in turn, so often (default: %(default)s)"
+        "--rounds", type=int, default=6, help="fcfs and fair in turn, so often or more (default: %(default)s)"
     )
-    parser.add_argument("--model", help="a GGUF file or a Hugging Face directory (default: packaged)")
 
 
 def run(args: argparse.Namespace) -> int:
     report = Report("fair", args.out)
     model = bare.load(args.model)
-    bare.warm_up(model)
-    both, alone = crowd(args.flood, model.vocab_size)
+    pace = _drive(model, crowd(4 * SLOTS, model.vocab_size, 0.0)[0], "fcfs")
+    per_request = pace.seconds / len(pace.requests)
+    both, alone = crowd(args.flood, model.vocab_size, args.flood * per_request)
     report.say(str(both))
     report.note(
         "What to see: under fcfs B waits behind A's whole flood; under fair it is next whenever a slot comes "
-        "free, and the machine does as much work as before."
+        "free, and while anyone waits the machine does as much work as before."
     )
-    with report.progress("B alone", alone.output_tokens) as advance:
-        quiet, _ = _drive(model, alone, "fcfs", advance)
-    rounds: list[dict[str, tuple[bare.Run, Ledger]]] = []
-    data: dict[str, Any] = {}
-    for number in range(1, args.rounds + 1):
-        # The machine's pace drifts; taking turns lets it drift for both alike.
-        rounds.append({})
-        for policy in POLICIES if number % 2 else reversed(POLICIES):
-            with report.progress(f"{policy} {number}/{args.rounds}", both.output_tokens) as advance:
-                rounds[-1][policy] = _drive(model, both, policy, advance)
-        data = _figures(both, quiet, rounds)
-        report.save(data)
-    _table(report, data)
+    quiet = _drive(model, alone, "fcfs")
+    sides = {policy: partial(_drive, model, both, policy) for policy in POLICIES}
+
+    def ratio(turns: dict[str, list[bare.Run]]) -> Pairs:
+        fcfs, fair = ([r.tokens_per_s_while_waiting for r in turns[policy]] for policy in POLICIES)
+        return Pairs.ratios(fair, fcfs)
+
+    turns = in_turns(
+        sides, args.rounds, at_most=MOST_ROUNDS, settled=lambda t: ratio(t).clear_of(BAR_THROUGHPUT)
+    )
+    data = _figures(both, quiet, turns, ratio(turns))
+    rows = [
+        {
+            "": name,
+            "B: TTFT p50 (s)": data["b_ttft_p50"][name],
+            "B: TTFT p95 (s)": data["b_ttft_p95"][name],
+            "A: E2E p95 (s)": data["a_e2e_p95"].get(name),
+            "service gap": data["service_gap"].get(name),
+            "tokens/s while requests wait": data["tokens_per_s_while_waiting"].get(name),
+            "of the whole run": data["tokens_per_s"].get(name),
+            "its last steps, nobody waiting": data["drain_steps"].get(name),
+        }
+        for name in ("alone", *POLICIES)
+    ]
+    report.records(f"Median of the rounds; the gap's bound is {data['gap_bound']:,.0f}", rows)
+    report.note(
+        f"Tokens/s, fair / fcfs, while requests wait: {ratio(turns)}. Over whole runs it is "
+        f"{data['whole_run_ratio']:.3f}: fair leaves A's longer answers for the end, where slots come free "
+        "and nobody is left to take them."
+    )
     # The picture shows the round that the rest of the machine disturbed least.
-    _draw(report, data, min(rounds, key=lambda played: sum(run.seconds for run, _ in played.values())))
+    calm = min(range(len(turns["fair"])), key=lambda n: sum(turns[policy][n].seconds for policy in POLICIES))
+    _draw(report, data, {policy: turns[policy][calm] for policy in POLICIES})
     ttft = data["b_ttft_p95"]
     report.at_most("B's TTFT p95, fair / fcfs", ttft["fair"] / ttft["fcfs"], BAR_TTFT)
     report.at_most("service gap while both wait, fair", data["max_service_gap"], data["gap_bound"])
-    report.at_least("tokens/s, fair / fcfs (median of rounds)", data["throughput_ratio"], BAR_THROUGHPUT)
     report.at_least(
-        "A's requests waiting when B's burst arrives, fewest of all runs", data["a_waiting_at_burst"], 1
+        "tokens/s while requests wait, fair / fcfs (median of rounds)", ratio(turns).median, BAR_THROUGHPUT
     )
+    waiting = "A's requests waiting when B's burst arrives, fewest of all runs"
+    report.at_least(waiting, data["a_waiting_at_burst"], 1)
     return report.finish(data)
 
 
-def _drive(model: Transformer, workload: Workload, policy: str, advance: Advance) -> tuple[bare.Run, Ledger]:
+def _drive(model: Transformer, workload: Workload, policy: str) -> bare.Run:
     settings = {"prompt_weight": PROMPT_WEIGHT, "output_weight": OUTPUT_WEIGHT} if policy == "fair" else {}
     engine = bare.build(model, slots=SLOTS, max_len=MAX_LEN, policy=load_policy(policy, **settings))
-    ledger = Ledger(engine)
-    ledger.expect(workload)
-    return bare.drive(engine, workload, advance=advance, on_step=ledger.note), ledger
+    return bare.drive(engine, workload)
 
 
 def _figures(
-    both: Workload, quiet: bare.Run, rounds: list[dict[str, tuple[bare.Run, Ledger]]]
+    both: Workload, quiet: bare.Run, turns: dict[str, list[bare.Run]], ratio: Pairs
 ) -> dict[str, Any]:
-    def over_rounds(policy: str, tenant: str, key: str) -> float:
-        values: list[float] = []
-        for played in rounds:
-            run, _ = played[policy]
-            own = [t for t in run.requests if t.item.tenant == tenant]
-            values.append(latencies(own, run.seconds)[key])
-        return statistics.median(values)
+    def typical(tenant: str, key: str) -> dict[str, float]:
+        return {
+            policy: statistics.median(
+                latencies([t for t in run.requests if t.item.tenant == tenant], run.seconds)[key]
+                for run in runs
+            )
+            for policy, runs in turns.items()
+        }
 
     longest = max(len(item.prompt) for item in both.items)
+    burst = max(item.arrival for item in both.items)
+    gaps = {policy: max(Service.of(run).gap for run in runs) for policy, runs in turns.items()}
+    rates = {policy: [run.tokens_per_s for run in runs] for policy, runs in turns.items()}
     return {
-        "b_ttft_p95": {
-            "alone": quiet.summary()["ttft_p95"],
-            **{policy: over_rounds(policy, "B", "ttft_p95") for policy in POLICIES},
-        },
-        "b_ttft_p50": {
-            "alone": quiet.summary()["ttft_p50"],
-            **{policy: over_rounds(policy, "B", "ttft_p50") for policy in POLICIES},
-        },
-        "a_e2e_p95": {policy: over_rounds(policy, "A", "e2e_p95") for policy in POLICIES},
-        "a_waiting_at_burst": min(_waiting_at_burst(run) for played in rounds for run, _ in played.values()),
-        "max_service_gap": max(played["fair"][1].gap for played in rounds),
-        "max_service_gap_fcfs": max(played["fcfs"][1].gap for played in rounds),
-        "gap_bound": 2 * max(PROMPT_WEIGHT * longest, OUTPUT_WEIGHT * SLOTS * MAX_LEN),
-        "tokens_per_s": {
-            policy: statistics.median(played[policy][0].tokens_per_s for played in rounds)
-            for policy in POLICIES
-        },
-        "throughput_ratio": statistics.median(
-            played["fair"][0].tokens_per_s / played["fcfs"][0].tokens_per_s for played in rounds
+        "b_ttft_p95": {"alone": quiet.summary()["ttft_p95"], **typical("B", "ttft_p95")},
+        "b_ttft_p50": {"alone": quiet.summary()["ttft_p50"], **typical("B", "ttft_p50")},
+        "a_e2e_p95": typical("A", "e2e_p95"),
+        "a_waiting_at_burst": min(
+            sum(t.item.tenant == "A" and (t.admitted or 0) > run.started + burst for t in run.requests)
+            for runs in turns.values()
+            for run in runs
         ),
+        "service_gap": gaps,
+        "max_service_gap": gaps["fair"],
+        "max_service_gap_fcfs": gaps["fcfs"],
+        "gap_bound": 2 * max(PROMPT_WEIGHT * longest, OUTPUT_WEIGHT * SLOTS * MAX_LEN),
+        "tokens_per_s": {policy: statistics.median(found) for policy, found in rates.items()},
+        "tokens_per_s_while_waiting": {
+            policy: statistics.median(run.tokens_per_s_while_waiting for run in runs)
+            for policy, runs in turns.items()
+        },
+        "throughput_ratio": ratio.median,
+        "throughput_ratios": ratio.values,
+        "whole_run_ratio": Pairs.ratios(rates["fair"], rates["fcfs"]).median,
+        "drain_steps": {p: len(runs[0].records) - len(runs[0].while_waiting) for p, runs in turns.items()},
     }
 
 
-def _waiting_at_burst(run: bare.Run) -> int:
-    burst = run.started + BURST_AT
-    return sum(t.item.tenant == "A" and (t.admitted is None or t.admitted > burst) for t in run.requests)
-
-
-def _table(report: Report, data: dict[str, Any]) -> None:
-    gaps = {"fcfs": data["max_service_gap_fcfs"], "fair": data["max_service_gap"]}
-    report.table(
-        f"Median of the rounds; the gap's bound is {data['gap_bound']:,.0f}",
-        ["", "B: TTFT p50 (s)", "B: TTFT p95 (s)", "A: E2E p95 (s)", "service gap", "tokens/s"],
-        [
-            [
-                name,
-                data["b_ttft_p50"][name],
-                data["b_ttft_p95"][name],
-                data["a_e2e_p95"].get(name),
-                gaps.get(name),
-                data["tokens_per_s"].get(name),
-            ]
-            for name in ("alone", *POLICIES)
-        ],
-    )
-
-
-def _draw(report: Report, data: dict[str, Any], played: dict[str, tuple[bare.Run, Ledger]]) -> None:
+def _draw(report: Report, data: dict[str, Any], played: dict[str, bare.Run]) -> None:
     with report.chart(columns=3, size=(15, 5)) as (_, (*curves, bars)):
-        for axes, policy in zip(curves, POLICIES, strict=True):
-            run, ledger = played[policy]
-            seconds, a, b = np.array(ledger.history).T
-            seconds -= run.started
-            axes.plot(seconds, a, color=CONTINUOUS, label="A, floods")
-            axes.plot(seconds, b, color=STATIC, label="B, trickles, then bursts")
-            for index, (start, end) in enumerate(ledger.both_waiting):
-                label = "both wait" if index == 0 else None
-                axes.axvspan(
-                    start - run.started, end - run.started, color=MUTED, alpha=0.15, lw=0, label=label
-                )
-            axes.set_title(f"Service under {policy}")
-            axes.set_xlabel("seconds")
-            axes.set_ylabel("weighted tokens served")
+        services = {policy: Service.of(run) for policy, run in played.items()}
+        for axes, (policy, service) in zip(curves, services.items(), strict=True):
+            axes.plot(service.seconds, service.served["A"], label="A, floods")
+            axes.plot(service.seconds, service.served["B"], label="B, trickles, then bursts")
+            for number, steps in enumerate(service.stretches):
+                label = "both wait" if number == 0 else None
+                at = service.seconds[[steps[0], steps[-1]]]
+                axes.axvspan(*at, color=chart.MUTED, alpha=0.15, lw=0, label=label)
+            axes.set(title=f"Service under {policy}", xlabel="seconds", ylabel="weighted tokens served")
+            axes.set_ylim(0, 1.05 * max(s.served["A"][-1] for s in services.values()))
             axes.legend(loc="upper left", fontsize=10)
-        top = max(axes.get_ylim()[1] for axes in curves)
-        for axes in curves:
-            axes.set_ylim(0, top)
         names = ("alone", *POLICIES)
-        p50 = np.array([data["b_ttft_p50"][name] for name in names])
-        p95 = np.array([data["b_ttft_p95"][name] for name in names])
-        places = np.arange(len(names))
-        bars.bar(places - 0.2, p50, 0.38, color=STATIC, alpha=0.5, label="p50")
-        drawn = bars.bar(places + 0.2, p95, 0.38, color=STATIC, label="p95")
-        bars.bar_label(drawn, [f"{value:.2f} s" for value in p95], fontsize=10, padding=2)
-        bars.set_xticks(places, names)
-        bars.margins(y=0.12)
-        bars.set_title("B's time to first token")
-        bars.set_ylabel("seconds from arrival")
+        series = {p: [data[f"b_ttft_{p}"][name] for name in names] for p in ("p50", "p95")}
+        chart.columns(bars, names, series, form="{:.2f} s")
+        bars.set(title="B's time to first token", ylabel="seconds from arrival")
         bars.legend(fontsize=10)

@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 
-from bench import bare, client, observed
-from bench.report import CONTINUOUS, INK, PALETTE, BenchError, Report
+from bench import bare, client, observed, options
+from bench.chart import CONTINUOUS, INK, PALETTE
+from bench.lengths import fixed
+from bench.report import Report
 from bench.serving import served
-from bench.workload import Shape, Spread, build
+from bench.workload import Shape, build
+from engine_actor.clock import wall
 from engine_actor.engine import Engine
-from model import linear
 from model.transformer import Transformer
 
 CONTEXT, OUTPUT = 128, 48
@@ -37,14 +39,13 @@ ITEMS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    bare.add_arguments(parser)
+    options.add_engine(parser)
     parser.add_argument("--no-serve", action="store_true", help="leave transport out: no server is started")
 
 
 def run(args: argparse.Namespace) -> int:
     report = Report("gap", args.out)
     model = bare.load(args.model)
-    bare.warm_up(model)
     with report.progress("gap", 3 if args.no_serve else 4) as advance:
         machine = Roofline.measure(model)
         advance()
@@ -117,7 +118,7 @@ class Roofline:
         size = 4096 if device.type == "cuda" else 2048
         a = torch.randn(size, size, device=device).to(dtype)
         reading = _best(lambda: buffer.sum(), device)
-        layer = linear.Linear(a, None)
+        layer = model.backend.linear(a)
         multiplying = min(_best(lambda: a @ a, device), _best(lambda: layer(a), device))
         return cls(buffer.nbytes / reading, 2 * size**3 / multiplying)
 
@@ -190,14 +191,14 @@ class Decoded:
 def _decode(engine: Engine, watch: Stopwatch | None = None) -> Decoded:
     """Prefill every slot at once, then decode in step; only the decode steps count."""
     slots = engine.slots.count
-    shape = Shape(slots, Spread(CONTEXT, 0, CONTEXT), Spread(OUTPUT, 0, OUTPUT))
+    shape = Shape(slots, fixed(CONTEXT), fixed(OUTPUT))
     load = build(shape, "decode", vocab=engine.executor.vocab_size)
     for item in load.items:
         engine.submit(item.request())
     records = []
     while engine.has_work():
         _, record = engine.step()
-        if all(span.kind == "decode" for span in record.shares):
+        if all(share.kind == "decode" for share in record.shares):
             records.append(record)
         elif watch:
             watch.seconds.clear()
@@ -207,18 +208,14 @@ def _decode(engine: Engine, watch: Stopwatch | None = None) -> Decoded:
 
 def _transport(args: argparse.Namespace, report: Report) -> float:
     """Seconds a step of a served engine waits for something other than its own work."""
-    shape = Shape(args.slots, Spread(CONTEXT, 0, CONTEXT), Spread(OUTPUT, 0, OUTPUT))
-    try:
-        settings = {"max_num_seqs": args.slots, "max_len": args.max_len, "model": args.model}
-        with served(settings | {"mode": "batched"}) as server:
-            here = client.Server(server.url)
-            run = client.drive(here, build(shape, "decode"))
-            seen = observed.fetch(
-                here, run.started, run.ended, seconds=60, save=report.out / "gap-served.trace.json"
-            )
-    except RuntimeError as error:
-        raise BenchError(str(error)) from error
-    full = [s for s in seen.steps if s.requests == args.slots]
+    shape = Shape(args.slots, fixed(CONTEXT), fixed(OUTPUT))
+    settings = {"max_num_seqs": args.slots, "max_len": args.max_len, "model": args.model}
+    with served(settings | {"mode": "batched"}) as server:
+        here = client.Endpoint(server.url)
+        run = client.drive(here, build(shape, "decode"))
+        trace = observed.fetch(here, 60, report.out / "gap-served.trace.json")
+    seen = observed.cut(trace, wall(run.started), wall(run.ended))
+    full = [step for step in seen.steps if len(step.requests) == args.slots]
     pauses = [b.started - a.started - a.seconds for a, b in pairwise(full)]
     return max(0.0, median(pauses))
 
@@ -228,7 +225,7 @@ def _cuda(model: Transformer, args: argparse.Namespace) -> dict[str, float]:
     from torch.profiler import ProfilerActivity, profile
 
     engine = bare.build(model, slots=args.slots, max_len=args.max_len)
-    shape = Shape(args.slots, Spread(CONTEXT, 0, CONTEXT), Spread(OUTPUT, 0, OUTPUT))
+    shape = Shape(args.slots, fixed(CONTEXT), fixed(OUTPUT))
     for item in build(shape, "decode", vocab=model.vocab_size).items:
         engine.submit(item.request())
     while any(r.num_output < 4 for r in engine.requests.values()):

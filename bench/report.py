@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import platform
-import shlex
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -23,34 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-REPO = Path(__file__).parent.parent
-
-CONTINUOUS, STATIC = "#1F6FB2", "#E4572E"
-"""The two sides of the head-to-head, in every picture."""
-PALETTE = [CONTINUOUS, STATIC, "#2CA58D", "#8E6BBF", "#F0A202", "#5C6B73"]
-INK, MUTED, FAINT = "#1B1F24", "#6B7480", "#E3E6EA"
-
-_STYLE: dict[str, Any] = {
-    "font.family": "DejaVu Sans",
-    "font.size": 12,
-    "text.color": INK,
-    "figure.facecolor": "white",
-    "axes.titlesize": 14,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.titlepad": 12,
-    "axes.labelcolor": MUTED,
-    "axes.edgecolor": MUTED,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": FAINT,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "legend.frameon": False,
-    "lines.linewidth": 2.2,
-}
+from bench.chart import drawn
+from bench.origin import origin
 
 
 class BenchError(Exception):
@@ -121,6 +89,10 @@ class Report:
             table.add_row(*row)
         self.console.print(table)
 
+    def records(self, title: str, rows: Sequence[Mapping[str, object]]) -> None:
+        """A table of rows that each name their columns, all the same."""
+        self.table(title, list(rows[0]), [list(row.values()) for row in rows])
+
     def at_least(self, what: str, measured: float, bound: float, unit: str = "") -> None:
         self.bars.append(Bar(what, measured, "at least", bound, unit))
 
@@ -178,34 +150,10 @@ class Report:
         self, suffix: str = "", *, rows: int = 1, columns: int = 1, size: tuple[float, float] = (10, 5.6)
     ) -> Iterator[tuple[Any, Any]]:
         """A matplotlib (figure, axes) in the house style, saved as `<name>[-suffix].png` on leaving."""
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from cycler import cycler
-        from matplotlib import pyplot
-
-        with matplotlib.rc_context({**_STYLE, "axes.prop_cycle": cycler(color=PALETTE)}):
-            figure, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained")
-            figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12, wspace=0.05, hspace=0.05)
+        path = self.out / f"{self.name}{'-' if suffix else ''}{suffix}.png"
+        with drawn(path, rows, columns, size) as (figure, axes):
             yield figure, axes
-            path = self.out / f"{self.name}{'-' if suffix else ''}{suffix}.png"
-            figure.savefig(path, dpi=200)
-            pyplot.close(figure)
-            self.say(f"wrote {path}")
-
-
-def percentiles(values: Sequence[float]) -> dict[str, float | None]:
-    """p50, p95 and p99 (linear between neighbours), with mean and max beside them; None where empty."""
-    if not values:
-        return dict.fromkeys(("p50", "p95", "p99", "mean", "max"))
-    p50, p95, p99 = np.percentile(values, [50, 95, 99])
-    return {
-        "p50": float(p50),
-        "p95": float(p95),
-        "p99": float(p99),
-        "mean": float(np.mean(values)),
-        "max": max(values),
-    }
+        self.say(f"wrote {path}")
 
 
 def show(cell: object) -> str:
@@ -217,54 +165,6 @@ def show(cell: object) -> str:
     if isinstance(cell, int):
         return f"{cell:,}"
     return str(cell)
-
-
-def origin() -> dict[str, Any]:
-    """Where a figure comes from: command, commit, machine, date."""
-    command = Path(sys.argv[0])
-    program = f"python -m {command.parent.name}" if command.name == "__main__.py" else command.name
-    return {
-        "command": shlex.join([*program.split(), *sys.argv[1:]]),
-        "commit": _git("rev-parse", "--short", "HEAD")
-        + ("+changes" if _git("status", "--porcelain") else ""),
-        "machine": machine(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
-def machine() -> dict[str, Any]:
-    import torch
-
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {
-        "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
-        "vector": torch.backends.cpu.get_cpu_capability(),
-        "memory_gib": round(memory / 2**30, 1),
-        "gpus": gpus,
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "ray": version("ray"),
-    }
-
-
-def _cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _git(*arguments: str) -> str:
-    try:
-        done = subprocess.run(["git", "-C", str(REPO), *arguments], capture_output=True, text=True)
-    except FileNotFoundError:
-        return ""
-    return done.stdout.strip()
 
 
 def _jsonable(value: object) -> object:

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from bench.__main__ import experiments
-from bench.compare import LOAD
-from bench.report import REPO, BenchError, Report, show
+from bench.compare import at_rate
+from bench.origin import REPO
+from bench.report import BenchError, Report, show
 
 PAGE = REPO / "docs" / "results.md"
 PICTURES = REPO / "docs" / "pictures"
 README = REPO / "README.md"
+OUTCOMES = {0: "all bars met", 1: "a bar missed", 2: "did not run"}
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 
 
@@ -97,9 +99,6 @@ def run(args: argparse.Namespace) -> int:
     report.finish({"outcomes": {entry.key: code for entry, code, _ in outcomes}})
     codes = {code for _, code, _ in outcomes}
     return 2 if cut_short or codes - {0, 1} else max(codes, default=0)
-
-
-OUTCOMES = {0: "all bars met", 1: "a bar missed", 2: "did not run"}
 
 
 def _documents(out: Path) -> dict[str, dict[str, Any]]:
@@ -190,21 +189,19 @@ def _markdown(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]])
 
 def _write_readme(document: dict[str, Any]) -> None:
     """The chart and three figures between README's markers."""
-    closed, meta = document["closed"], document["meta"]
-    opened = next(rate for rate in document["rates"] if rate["share"] == LOAD)
+    closed, meta, opened = document["closed"], document["meta"], document["open"]
     static, continuous = closed["static"], closed["continuous"]
-    of_static = opened["requests_per_s"] / static["requests_per_s"]
-    sooner = opened["static"]["ttft_p95"] / opened["continuous"]["ttft_p95"]
+    gain = continuous["tokens_per_s"] / static["tokens_per_s"]
     block = [
         BEGIN,
         "![Static against continuous batching](docs/pictures/compare.png)",
         "",
-        f"- **{continuous['tokens_per_s'] / static['tokens_per_s']:.1f}x** the output tokens/s of static "
-        f"batching ({continuous['tokens_per_s']:.0f} against {static['tokens_per_s']:.0f}),",
-        f"- **{continuous['utilization_while_waiting']:.0%}** of the slots' time at work while requests wait "
+        f"- **{gain:.1f}x** the output tokens/s of static batching ({continuous['tokens_per_s']:.0f} against "
+        f"{static['tokens_per_s']:.0f}) while requests wait,",
+        f"- **{continuous['utilization_while_waiting']:.0%}** of the slots' time at work meanwhile "
         f"(static: {static['utilization_while_waiting']:.0%}),",
-        f"- **{sooner:.1f}x** sooner first token at p95, with arrivals at {LOAD:.0%} of continuous "
-        f"batching's capacity, which is {of_static:.0%} of static batching's.",
+        f"- **{opened['ttft_gain']:.1f}x** sooner first token at p95, when requests arrive at",
+        f"  {at_rate(opened)}.",
         "",
         f"`{_command(meta)}` at `{meta['commit']}` on {meta['machine']['cores']} cores; "
         "[all results](docs/results.md), [how it works](docs/continuous-batching.md).",

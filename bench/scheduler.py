@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.report import Report, percentiles
+from bench.report import Report
+from bench.samples import percentiles
 from engine_actor.engine import Engine
 from engine_actor.request import Request
 from model.executor import SamplingParams

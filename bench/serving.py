@@ -27,8 +27,9 @@ import httpx
 import yaml
 
 from app.haproxy import free_port, haproxy
+from bench.origin import REPO
+from bench.report import BenchError
 
-ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 180.0
 STOP_SECONDS = 60.0
 LEAVE_SECONDS = 15.0
@@ -71,7 +72,7 @@ def served(
 ) -> Iterator[Server]:
     """Start a server with `settings` over the defaults, wait until all engines are up, stop it at the end.
 
-    HAProxy stands in front of it, as in `make serve`.
+    HAProxy stands in front of it, as in `make serve`. Raises BenchError if it does not become healthy.
     """
     directory = Path(tempfile.mkdtemp(prefix="ss-", dir="/tmp"))
     port = write_config(directory, settings)
@@ -86,7 +87,7 @@ def served(
     with (directory / "log").open("wb") as log:
         process = subprocess.Popen(
             command,
-            cwd=ROOT,
+            cwd=REPO,
             env=env,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -147,4 +148,4 @@ def _wait_until_healthy(server: Server) -> None:
             if health.is_success and all(e["state"] == "up" for e in health.json()["engines"].values()):
                 return
         time.sleep(0.25)
-    raise RuntimeError(f"the server did not become healthy; its log ends:\n{server.log[-5000:]}")
+    raise BenchError(f"the server did not become healthy; its log ends:\n{server.log[-5000:]}")

@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from statistics import median
-from typing import Any
 
 import numpy as np
 
-from bench import bare
-from bench.report import CONTINUOUS, INK, MUTED, STATIC, BenchError, Report
-from bench.workload import Shape, Spread, build
+from bench import bare, chart, options
+from bench.chart import CONTINUOUS, INK, MUTED, STATIC
+from bench.lengths import fixed
+from bench.report import BenchError, Report
+from bench.samples import in_turns
+from bench.workload import Shape, build
 from engine_actor.chrome_trace import chrome_trace
 from engine_actor.engine import Engine
 from engine_actor.records import StepRecord
 from engine_actor.scheduler import CALM_TOKENS_PER_SLOT, Mode
 
-MODES: tuple[Mode, ...] = ("separate", "batched", "chunked")
-BUDGETS = (24, 32, 48, 64, 128, 256, 512)
-SWEEP_REPEATS = 3
-LEAD = 30
-"""Steps of plain decoding before the long prompt arrives."""
-NAMES = {
+NAMES: dict[Mode, str] = {
     "separate": "separate: the prompt runs alone, everyone waits",
     "batched": "batched: new prompts together, everyone still waits",
     "chunked": "chunked: a slice of the prompt in every step",
 }
+BUDGETS = (24, 32, 48, 64, 128, 256, 512)
+SWEEP_REPEATS = 3
+LEAD = 30
+"""Steps of plain decoding before the long prompt arrives."""
+BAR = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +50,12 @@ class Trial:
     """Number of the longest step that carried a part of it."""
 
     @property
-    def itls(self) -> list[float]:
-        return [gap for _, gap in self.gaps]
-
-    @property
     def worst(self) -> float:
-        return max(self.itls)
+        return max(gap for _, gap in self.gaps)
 
     @property
     def median(self) -> float:
-        return median(self.itls)
+        return median(gap for _, gap in self.gaps)
 
     @property
     def plain(self) -> float:
@@ -65,15 +64,13 @@ class Trial:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    bare.add_arguments(parser)
+    options.add_engine(parser)
     parser.add_argument("--prompt", type=int, default=2000, help="tokens of the long prompt (default: 2000)")
-    parser.add_argument(
-        "--decoders", type=int, help="requests already decoding (default: all slots but the prompt's)"
-    )
+    decoders = "requests already decoding (default: all slots but the prompt's)"
+    parser.add_argument("--decoders", type=int, help=decoders)
     parser.add_argument("--repeats", type=int, default=5, help="trials per mode; each step's median counts")
-    parser.add_argument(
-        "--budgets", type=int, nargs="*", default=BUDGETS, help="step budgets of the sweep, in rows"
-    )
+    budgets = "step budgets of the sweep, in rows"
+    parser.add_argument("--budgets", type=int, nargs="*", default=BUDGETS, help=budgets)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,84 +79,60 @@ def run(args: argparse.Namespace) -> int:
     if not 1 <= decoders < args.slots:
         raise BenchError("--decoders must be at least 1 and leave one of the --slots to the long prompt")
     model = bare.load(args.model)
-    bare.warm_up(model)
 
-    def trial(mode: Mode, budget: int | None = None) -> Trial:
+    def trial(mode: Mode, budget: int | None) -> Trial:
         engine = bare.build(model, slots=args.slots, max_len=args.max_len, mode=mode, max_step_tokens=budget)
         found = _trial(engine, decoders, args.prompt)
         advance()
         return found
 
     budgets = [budget for budget in args.budgets if budget > args.slots]
-    trials: dict[Mode, Trial] = {}
-    worst: dict[Mode, float] = {}
-    sweep: dict[int, Trial] = {}
-    default = CALM_TOKENS_PER_SLOT * args.slots
-    others = [budget for budget in budgets if budget != default]
-    total = len(MODES) * args.repeats + len(others) * SWEEP_REPEATS
+    others = [budget for budget in budgets if budget != CALM_TOKENS_PER_SLOT * args.slots]
+    total = len(NAMES) * args.repeats + len(others) * SWEEP_REPEATS
     with report.progress("long prompts", total) as advance:
-        turns = [{mode: trial(mode) for mode in MODES} for _ in range(args.repeats)]
-        for mode in MODES:
-            trials[mode] = _typical([turn[mode] for turn in turns])
-            worst[mode] = max(turn[mode].worst for turn in turns)
-        report.save(_figures(trials, worst))
-        rounds = [{budget: trial("chunked", budget) for budget in others} for _ in range(SWEEP_REPEATS)]
-        for budget in budgets:
-            same = [found[budget] for found in rounds if budget in found]
-            sweep[budget] = _typical(same) if same else trials["chunked"]
+        turns = in_turns({str(mode): partial(trial, mode, None) for mode in NAMES}, args.repeats)
+        trials = {mode: _typical(found) for mode, found in turns.items()}
+        sweeps = in_turns({str(rows): partial(trial, "chunked", rows) for rows in others}, SWEEP_REPEATS)
+    found = {int(rows): _typical(trials) for rows, trials in sweeps.items()}
+    sweep = {budget: found.get(budget, trials["chunked"]) for budget in budgets}
 
-    data = _figures(trials, worst) | {
-        "prompt_tokens": args.prompt,
-        "decoders": decoders,
-        "sweep": [
-            {"budget": budget, "itl_worst": t.worst, "itl_median": t.median, "long_ttft": t.ttft}
-            for budget, t in sweep.items()
-        ],
-        "knee": _knee(sweep) if sweep else None,
+    knee = _knee(sweep) if sweep else None
+    data = {
+        mode: {
+            "itl_plain": t.plain,
+            "itl_median": t.median,
+            "itl_worst": t.worst,
+            "itl_worst_of_all_trials": max(one.worst for one in turns[mode]),
+            "long_ttft": t.ttft,
+            "long_prefill": t.prefill,
+            "guilty_step": t.guilty,
+        }
+        for mode, t in trials.items()
     }
     for mode, chosen in trials.items():
         mark = f"guilty step: {args.prompt:,} prompt tokens" if mode != "chunked" else "the longest chunk"
-        trace = chrome_trace({0: chosen.records}, marks={(0, chosen.guilty): mark})
         path = args.out / f"spike-{mode}.trace.json"
+        trace = chrome_trace({0: chosen.records}, marks={(0, chosen.guilty): mark})
         path.write_text(json.dumps(trace))
         report.say(f"wrote {path} (opens in ui.perfetto.dev; step {chosen.guilty} is marked)")
-    _draw(report, trials, args.prompt, args.repeats)
-    if sweep:
-        _draw_sweep(report, sweep, data["knee"])
-
+    _draw(report, trials, f"a prompt of {args.prompt:,} tokens arrives", f"median of {args.repeats} trials")
     worst_itl = f"worst ITL (median of {args.repeats} trials)"
-    report.table(
-        f"{decoders} decoders, then a prompt of {args.prompt:,} tokens",
-        [
-            "mode",
-            "plain ITL (ms)",
-            "ITL p50 (ms)",
-            f"{worst_itl} (ms)",
-            "worst of all trials (ms)",
-            "worst / p50",
-            "worst / plain",
-            "long prompt's TTFT (s)",
-        ],
-        [
-            [
-                mode,
-                *(1000 * seconds for seconds in (t.plain, t.median, t.worst, worst[mode])),
-                t.worst / t.median,
-                t.worst / t.plain,
-                t.ttft,
-            ]
-            for mode, t in trials.items()
-        ],
-    )
-    if sweep:
-        report.table(
-            "chunked: the budget of a step against the stall it allows",
-            ["rows a step", "worst ITL (median of trials) (ms)", "worst / p50", "long prompt's TTFT (s)", ""],
-            [
-                [b, 1000 * t.worst, t.worst / t.median, t.ttft, "knee" if b == data["knee"] else ""]
-                for b, t in sweep.items()
-            ],
-        )
+    rows = [
+        {
+            "mode": mode,
+            "plain ITL (ms)": 1000 * t.plain,
+            "ITL p50 (ms)": 1000 * t.median,
+            f"{worst_itl} (ms)": 1000 * t.worst,
+            "worst of all trials (ms)": 1000 * data[mode]["itl_worst_of_all_trials"],
+            "worst / p50": t.worst / t.median,
+            "worst / plain": t.worst / t.plain,
+            "long prompt's TTFT (s)": t.ttft,
+        }
+        for mode, t in trials.items()
+    ]
+    report.records(f"{decoders} decoders, then a prompt of {args.prompt:,} tokens", rows)
+    if knee is not None:
+        _sweep(report, sweep, knee)
     chunked, separate = trials["chunked"], trials["separate"]
     report.note(
         "What to see: without chunks, every user's answer freezes for the whole prefill of a stranger's "
@@ -170,21 +143,24 @@ def run(args: argparse.Namespace) -> int:
         f"The worst ITL is that of the worst step, each step the median of what it took in {args.repeats} "
         "trials. Plain: the median before the prompt arrives; p50: of all steps, those with a chunk included."
     )
-    report.at_most(f"chunked: {worst_itl} / median ITL", chunked.worst / chunked.median, 2.0, "x")
-    report.at_least(
-        f"separate: {worst_itl} / the long prompt's prefill", separate.worst / separate.prefill, 1.0
-    )
-    return report.finish(data)
+    report.at_most(f"chunked: {worst_itl} / median ITL", chunked.worst / chunked.median, BAR, "x")
+    prefill = f"separate: {worst_itl} / the long prompt's prefill"
+    report.at_least(prefill, separate.worst / separate.prefill, 1.0)
+    swept = [
+        {"budget": budget, "itl_worst": t.worst, "itl_median": t.median, "long_ttft": t.ttft}
+        for budget, t in sweep.items()
+    ]
+    counts = {"prompt_tokens": args.prompt, "decoders": decoders}
+    return report.finish({**data, **counts, "sweep": swept, "knee": knee})
 
 
 def _trial(engine: Engine, decoders: int, prompt: int) -> Trial:
     """Decode steadily, add the long prompt, and go on until plain steps are again the majority."""
     room, vocab = engine.slots.max_len, engine.executor.vocab_size
-    users = build(Shape(decoders, Spread(32, 0, 32), Spread(room - 32, 0, room)), "users", vocab=vocab)
-    long = build(Shape(1, Spread(prompt, 0, prompt), Spread(8, 0, 8)), "long", vocab=vocab).items[0]
+    users = build(Shape(decoders, fixed(32), fixed(room - 32)), "users", vocab=vocab)
+    long = build(Shape(1, fixed(prompt), fixed(8)), "long", vocab=vocab).items[0]
     for item in users.items:
         engine.submit(item.request(engine.clock()))
-
     times: dict[str, list[float]] = {item.id: [] for item in users.items}
     records: list[StepRecord] = []
 
@@ -204,18 +180,19 @@ def _trial(engine: Engine, decoders: int, prompt: int) -> Trial:
     step_until(lambda: "long" in times)
     guilty = records[before:]
     step_until(lambda: len(records) >= before + 2 * len(guilty) + LEAD)
+    first, *_ = times.pop("long")
     return Trial(
-        gaps=[
-            (after - request.arrival, after - earlier)
-            for name, tokens in times.items()
-            if name != "long"
-            for earlier, after in pairwise(tokens)
-        ],
-        ttft=times["long"][0] - request.arrival,
+        [(b - request.arrival, b - a) for tokens in times.values() for a, b in pairwise(tokens)],
+        ttft=first - request.arrival,
         prefill=sum(_forward_seconds(record) for record in guilty),
         records=records,
         guilty=max(guilty, key=lambda record: record.seconds).number,
     )
+
+
+def _forward_seconds(record: StepRecord) -> float:
+    forwards = [i for i in record.intervals if i.phase in ("prefill", "decode")]
+    return sum(forwards[share.forward].seconds for share in record.shares if share.request_id == "long")
 
 
 def _typical(trials: Sequence[Trial]) -> Trial:
@@ -234,90 +211,62 @@ def _typical(trials: Sequence[Trial]) -> Trial:
     )
 
 
-def _forward_seconds(record: StepRecord) -> float:
-    forwards = [i for i in record.intervals if i.phase in ("prefill", "decode")]
-    return sum(forwards[span.forward].seconds for span in record.shares if span.request_id == "long")
-
-
-def _figures(trials: dict[Mode, Trial], worst: dict[Mode, float]) -> dict[str, Any]:
-    return {
-        mode: {
-            "itl_plain": t.plain,
-            "itl_median": t.median,
-            "itl_worst": t.worst,
-            "itl_worst_of_all_trials": worst[mode],
-            "long_ttft": t.ttft,
-            "long_prefill": t.prefill,
-            "guilty_step": t.guilty,
-        }
-        for mode, t in trials.items()
-    }
-
-
-def _knee(sweep: dict[int, Trial]) -> int:
+def _knee(sweep: Mapping[int, Trial]) -> int:
     """The budget farthest from the straight line between the sweep's ends: beyond it, stall grows
     faster than the long prompt's TTFT falls. Both axes scaled to [0, 1] (Satopää et al., 2011)."""
-    stall = _unit([t.worst for t in sweep.values()])
-    wait = _unit([t.ttft for t in sweep.values()])
-    return list(sweep)[int(np.argmin(stall + wait))]
+    axes = np.array([[t.worst, t.ttft] for t in sweep.values()])
+    span = np.ptp(axes, axis=0)
+    scaled = (axes - axes.min(axis=0)) / np.where(span > 0, span, 1)
+    return list(sweep)[int(np.argmin(scaled.sum(axis=1)))]
 
 
-def _unit(values: Sequence[float]) -> Any:  # noqa: ANN401 - an array
-    low, high = min(values), max(values)
-    return (np.array(values) - low) / ((high - low) or 1.0)
-
-
-def _draw(report: Report, trials: dict[Mode, Trial], prompt: int, repeats: int) -> None:
-    with report.chart(rows=len(trials), size=(10, 8)) as (figure, panels):
-        bottom = 800 * min(t.median for t in trials.values())
-        top = 2500 * max(t.worst for t in trials.values())
-        low = min(when for t in trials.values() for when, _ in t.gaps)
-        high = max(when for t in trials.values() for when, _ in t.gaps)
-        for axes, (mode, t) in zip(panels, trials.items(), strict=True):
-            colour = CONTINUOUS if mode == "chunked" else STATIC
-            when, gaps = zip(*t.gaps, strict=True)
-            axes.scatter(when, 1000 * np.array(gaps), s=9, color=colour, alpha=0.55, linewidths=0)
-            axes.axvline(0, color=MUTED, linewidth=1, linestyle=":")
-            axes.axvspan(0, t.ttft, color=colour, alpha=0.08, linewidth=0)
-            axes.set(yscale="log", ylim=(bottom, top), ylabel="ms between\ntokens")
-            axes.yaxis.set_major_formatter("{x:,.0f}")
-            axes.set_title(NAMES[mode])
-            at = max(t.gaps, key=lambda gap: gap[1])
-            late = at[0] > (low + high) / 2
-            axes.annotate(
-                f"worst {1000 * t.worst:,.0f} ms (median of {repeats} trials) "
-                f"= {t.worst / t.median:.1f} x median ITL",
-                (at[0], 1000 * at[1]),
-                xytext=(-10 if late else 10, 8),
-                textcoords="offset points",
-                ha="right" if late else "left",
-                color=INK,
-            )
-        panels[0].annotate(
-            f" a prompt of {prompt:,} tokens arrives", (0, (bottom * top) ** 0.5), color=MUTED, va="center"
-        )
-        for axes in panels:
-            axes.set_xlim(low, high)
-        panels[-1].set_xlabel("seconds since the long prompt arrived (shaded: until its first token)")
-        figure.align_ylabels(panels)
-
-
-def _draw_sweep(report: Report, sweep: dict[int, Trial], knee: int) -> None:
+def _sweep(report: Report, sweep: Mapping[int, Trial], knee: int) -> None:
+    rows = [
+        {
+            "rows a step": budget,
+            "worst ITL (median of trials) (ms)": 1000 * t.worst,
+            "worst / p50": t.worst / t.median,
+            "long prompt's TTFT (s)": t.ttft,
+            "": "knee" if budget == knee else "",
+        }
+        for budget, t in sweep.items()
+    ]
+    report.records("chunked: the budget of a step against the stall it allows", rows)
     with report.chart("budget", rows=2, size=(10, 7)) as (_, (stall, wait)):
-        budgets = list(sweep)
-        stall.plot(budgets, [t.worst / t.median for t in sweep.values()], "o-", color=CONTINUOUS)
-        stall.axhline(2, color=STATIC, linewidth=1.5, linestyle="--")
-        stall.annotate("2 x median: the bar", (budgets[-1], 2), ha="right", va="bottom", color=STATIC)
+        stall.plot(list(sweep), [t.worst / t.median for t in sweep.values()], "o-")
+        stall.axhline(BAR, color=STATIC, linewidth=1.5, linestyle="--")
+        stall.annotate(f"{BAR:g} x median: the bar", (max(sweep), BAR), ha="right", va="bottom", color=STATIC)
         stall.set_ylabel("worst ITL (median of\ntrials) / median ITL")
         stall.set_title("A larger step budget stalls the others for longer ...")
-        wait.plot(budgets, [t.ttft for t in sweep.values()], "o-", color=CONTINUOUS)
+        wait.plot(list(sweep), [t.ttft for t in sweep.values()], "o-")
         wait.set_ylabel("long prompt's\nTTFT (s)")
         wait.set_title("... and brings the long prompt's first token sooner")
         wait.set_xlabel("rows in a step (decodes first, the rest is prompt)")
+        wait.annotate(f" knee: {knee}", (knee, 0), xytext=(2, 8), textcoords="offset points", color=MUTED)
         for axes in (stall, wait):
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(budgets, [str(b) for b in budgets])
-            axes.minorticks_off()
+            chart.doublings(axes, list(sweep))
             axes.set_ylim(bottom=0)
             axes.axvline(knee, color=MUTED, linewidth=1.5, linestyle=":")
-        wait.annotate(f" knee: {knee}", (knee, 0), xytext=(2, 8), textcoords="offset points", color=MUTED)
+
+
+def _draw(report: Report, trials: Mapping[str, Trial], event: str, trials_told: str) -> None:
+    with report.chart(rows=len(trials), size=(10, 8)) as (figure, panels):
+        bottom = 800 * min(t.median for t in trials.values())
+        top = 2500 * max(t.worst for t in trials.values())
+        names: Mapping[str, str] = {str(mode): name for mode, name in NAMES.items()}
+        when = [when for t in trials.values() for when, _ in t.gaps]
+        for axes, (mode, t) in zip(panels, trials.items(), strict=True):
+            colour = CONTINUOUS if mode == "chunked" else STATIC
+            at, gaps = np.array(t.gaps).T
+            axes.scatter(at, 1000 * gaps, s=9, color=colour, alpha=0.55, linewidths=0)
+            axes.axvline(0, color=MUTED, linewidth=1, linestyle=":")
+            axes.axvspan(0, t.ttft, color=colour, alpha=0.08, linewidth=0)
+            axes.set(yscale="log", ylim=(bottom, top), ylabel="ms between\ntokens", title=names[mode])
+            axes.set_xlim(min(when), max(when))
+            axes.yaxis.set_major_formatter("{x:,.0f}")
+            worst = f"worst {1000 * t.worst:,.0f} ms ({trials_told}) = {t.worst / t.median:.1f} x median ITL"
+            right = {"xycoords": "axes fraction", "ha": "right", "va": "top"}
+            axes.annotate(worst, (0.99, 0.96), color=INK, **right)
+        panels[0].annotate(f" {event}", (0, (bottom * top) ** 0.5), color=MUTED, va="center")
+        panels[-1].set_xlabel("seconds since the long prompt arrived (shaded: until its first token)")
+        figure.align_ylabels(panels)

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import httpx
 
-from bench.report import REPO, BenchError, Report
+from bench.origin import REPO
+from bench.report import BenchError, Report
 from bench.serving import START_SECONDS, Server, stop, write_config
 
 COLD_SECONDS, WARM_SECONDS = 20.0, 12.0

@@ -17,9 +17,11 @@ import numpy as np
 import torch
 
 from bench import bare
+from bench.chart import MUTED, PALETTE
 from bench.exactness import Recorder, Trail
-from bench.report import MUTED, PALETTE, Advance, Report
-from bench.workload import HeavyTail, Shape, Workload, build
+from bench.lengths import HeavyTail
+from bench.report import Advance, Report
+from bench.workload import Shape, Workload, build
 from engine_actor.engine import Engine
 from engine_actor.records import StepRecord
 from model.batch import Batch
@@ -54,9 +56,8 @@ def drive(
 ) -> tuple[bare.Run, Trail]:
     """The workload through a fresh engine, and the bits of every logits row on the way."""
     recorder = Recorder(model)
-    engine = Engine(
-        ModelExecutor(recorder, model.new_storage(SLOTS, MAX_LEN)), load_policy(policy), kv_budget=kv_budget
-    )
+    executor = ModelExecutor(recorder, model.new_storage(SLOTS, MAX_LEN))
+    engine = Engine(executor, load_policy(policy), kv_budget=kv_budget)
     recorder.owners = lambda: {request.slot: request for request in engine.scheduler.running}
     run = bare.drive(engine, workload, advance=advance)
     tokens = {
@@ -73,7 +74,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     report = Report("starve", args.out)
     model = bare.load(args.model)
-    bare.warm_up(model)
     work = crowd(args.requests, model.vocab_size)
     report.say(str(work))
     report.note(
@@ -148,7 +148,7 @@ def peak_kv(records: Sequence[StepRecord]) -> int:
     held: dict[str, int] = {}
     peak = 0
     for record in records:
-        held |= {span.request_id: span.start + span.tokens for span in record.shares}
+        held |= {share.request_id: share.start + share.tokens for share in record.shares}
         peak = max(peak, sum(held.values()))
         for name in (*record.finished, *record.preempted):
             held.pop(name, None)

@@ -86,7 +86,6 @@ def run(args: argparse.Namespace) -> int:
     report = Report("throughput", args.out)
     model = bare.load(args.model)
     work = workload.preset("default", requests=args.requests, vocab=model.vocab_size)
-    bare.warm_up(model)
     rows: list[tuple[float, float, float]] = []
     for turn in range(1, args.rounds + 1):
         counting = Counting(model)

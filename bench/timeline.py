@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from bench.report import percentiles
+from bench.samples import percentiles
 from bench.workload import Item, Workload
 
 
@@ -74,18 +74,26 @@ class Timelines:
 def latencies(timelines: Sequence[Timeline], seconds: float) -> dict[str, Any]:
     """See Timelines.summary; of some of a run's requests: one tenant, one priority."""
     done = [t for t in timelines if t.token_times and t.error is None]
-    figures: dict[str, Any] = {
-        "requests": len(timelines),
-        "completed": len(done),
-        "seconds": seconds,
-        "tokens_per_s": sum(len(t.token_times) for t in timelines) / seconds,
-        "requests_per_s": len(done) / seconds,
-    }
     samples = {
         "ttft": [t.ttft for t in done],
         "itl": [gap for t in done for gap in t.itls],
         "e2e": [t.e2e for t in done],
     }
-    for name, values in samples.items():
-        figures |= {f"{name}_{key}": value for key, value in percentiles(values).items()}
-    return figures
+    return {
+        "requests": len(timelines),
+        "completed": len(done),
+        "seconds": seconds,
+        "tokens_per_s": sum(len(t.token_times) for t in timelines) / seconds,
+        "requests_per_s": len(done) / seconds,
+    } | {f"{name}_{key}": p for name, values in samples.items() for key, p in percentiles(values).items()}
+
+
+def columns(figures: Mapping[str, Any]) -> dict[str, object]:
+    """The figures that a table shows of a run, under its headings."""
+    return {
+        "tokens/s": figures["tokens_per_s"],
+        "requests/s": figures["requests_per_s"],
+        **{f"TTFT {p} (s)": figures[f"ttft_{p}"] for p in ("p50", "p95", "p99")},
+        **{f"ITL {p}": figures[f"itl_{p}"] for p in ("p50", "p95", "p99")},
+        **{f"E2E {p}": figures[f"e2e_{p}"] for p in ("p50", "p95")},
+    }

@@ -1,14 +1,13 @@
 """What watching costs: tokens/s with every span recorded and sent, against nobody watching at all.
 
-One engine under one load that repeats itself exactly, in blocks that alternate between unwatched,
-watched with spans to files, and watched with spans to an OTLP collector. A watched block is over when
-its last span is out, so that no cost slips into the next one.
+One engine does the same work in blocks that take turns: unwatched, watched with spans to files, and
+watched with spans to an OTLP collector. A watched block is over when its last span is out, so that no
+cost slips into the next one.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import subprocess
 import sys
@@ -16,28 +15,30 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import ray.util.metrics
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace.export import SpanExporter
 
-from bench.bare import add_arguments as add_engine_arguments
-from bench.bare import build, load, warm_up
+from bench import bare, chart, options
+from bench.chart import MUTED
+from bench.lengths import fixed
 from bench.report import Report
+from bench.samples import Pairs, in_turns
+from bench.workload import Item, Shape, Workload, build
 from engine_actor.engine import Engine
 from engine_actor.metrics import EngineMetrics
 from engine_actor.request import Request
 from engine_actor.span_export import JsonLinesExporter, SpanSink, service_resource
 from engine_actor.telemetry import Telemetry
-from model.executor import SamplingParams
 
 BAR = 0.98
-PROMPT_TOKENS = 32
-BLOCK_STEPS = 64
-"""Steps of a block, and output tokens of a request: every request of a block is replaced once in it."""
+PROMPT_TOKENS, OUTPUT_TOKENS = 32, 63
+"""Of the requests of a block, one for each slot."""
+MOST_ROUNDS = 60
 
 COLLECTOR = """
 import http.server, sys
@@ -54,40 +55,14 @@ server.serve_forever()
 """
 
 
-@dataclass
-class Load:
-    """One request leaves and one arrives every few steps, so that every block does the same work."""
+class Traced(Item):
+    """It comes with a caller's span, as most requests of a traced service do."""
 
-    engine: Engine
-    started: int = 0
-    open: dict[str, Request] = field(default_factory=dict)
-
-    def step(self, telemetry: Telemetry | None) -> None:
-        every = BLOCK_STEPS // self.engine.slots.count
-        if self.engine.steps % every == 0 and len(self.open) < self.engine.slots.count:
-            self._arrive(telemetry)
-        outputs, record = self.engine.step()
-        if telemetry is not None:
-            telemetry.on_step(record)
-        for output in outputs:
-            if output.finish_reason is not None:
-                request = self.open.pop(output.request_id)
-                if telemetry is not None:
-                    telemetry.on_end(request)
-
-    def _arrive(self, telemetry: Telemetry | None) -> None:
-        self.started += 1
-        request = Request(
-            f"chatcmpl-{self.started:032x}",
-            [(self.started * 31 + index) % self.engine.executor.vocab_size for index in range(PROMPT_TOKENS)],
-            SamplingParams(max_tokens=BLOCK_STEPS - 1, temperature=0.0, ignore_eos=True),
-            arrival=time.monotonic(),
-            trace_context={"traceparent": f"00-{self.started:032x}-{self.started:016x}-01"},
-        )
-        self.open[request.id] = request
-        if telemetry is not None:
-            telemetry.on_submit(request)
-        self.engine.submit(request)
+    def request(self, start: float = 0.0) -> Request:
+        request = Item.request(self, start)
+        number = 1 + int(self.id[1:])
+        request.trace_context = {"traceparent": f"00-{number:032x}-{number:016x}-01"}
+        return request
 
 
 @dataclass(frozen=True)
@@ -134,86 +109,80 @@ def collector() -> Iterator[str]:
         process.wait()
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_engine_arguments(parser)
-    parser.add_argument("--rounds", type=int, default=24, help="blocks of each kind (default: 24)")
-
-
-def run(args: argparse.Namespace) -> int:
-    report = Report("tracing", args.out)
-    model = load(args.model)
-    warm_up(model)
-    work = Load(build(model, slots=args.slots, max_len=args.max_len))
-    blocks: dict[str, list[Block]] = {"unwatched": [], "files": [], "collector": []}
-    with tempfile.TemporaryDirectory() as directory, collector() as url:
-        files = JsonLinesExporter(Path(directory), "bench")
-        with watcher(files, "files") as first, watcher(OTLPSpanExporter(url), "collector") as second:
-            watchers = {"unwatched": None, "files": first, "collector": second}
-            for _ in range(2 * BLOCK_STEPS):
-                work.step(None)
-            rng = random.Random(0)
-            with report.progress("blocks", 3 * args.rounds) as advance:
-                for _ in range(args.rounds):
-                    for kind in rng.sample(list(watchers), len(watchers)):
-                        blocks[kind].append(_block(work, watchers[kind]))
-                        advance()
-            spans = {kind: w.sink.exported for kind, w in watchers.items() if w is not None}
-            dropped = first.sink.dropped + second.sink.dropped
-    return _finish(report, blocks, spans, dropped, args.slots)
-
-
-def _block(work: Load, watching: Watcher | None) -> Block:
+def block(engine: Engine, work: Workload, watching: Watcher | None) -> Block:
     started, cpu_started = time.perf_counter(), time.process_time()
-    for _ in range(BLOCK_STEPS):
-        work.step(None if watching is None else watching.telemetry)
+    bare.drive(engine, work, telemetry=None if watching is None else watching.telemetry)
     if watching is not None:
         watching.drain()
     return Block(time.perf_counter() - started, time.process_time() - cpu_started)
 
 
-def _finish(
-    report: Report, blocks: dict[str, list[Block]], spans: dict[str, int], dropped: int, slots: int
-) -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    options.add_engine(parser)
+    parser.add_argument("--rounds", type=int, default=24, help="blocks of each kind, or more (default: 24)")
+
+
+def run(args: argparse.Namespace) -> int:
+    report = Report("tracing", args.out)
+    model = bare.load(args.model)
+    engine = bare.build(model, slots=args.slots, max_len=args.max_len)
+    shape = Shape(args.slots, fixed(PROMPT_TOKENS), fixed(OUTPUT_TOKENS))
+    items = build(shape, "block", vocab=model.vocab_size).items
+    work = Workload("block", tuple(Traced(i.id, i.arrival, i.prompt, i.output_tokens) for i in items))
+    with tempfile.TemporaryDirectory() as directory, collector() as url:
+        files = JsonLinesExporter(Path(directory), "bench")
+        with watcher(files, "files") as first, watcher(OTLPSpanExporter(url), "collector") as second:
+            watchers = {"unwatched": None, "files": first, "collector": second}
+            sides = {kind: partial(block, engine, work, watching) for kind, watching in watchers.items()}
+            blocks = in_turns(
+                sides,
+                args.rounds,
+                at_most=max(args.rounds, MOST_ROUNDS),
+                settled=lambda blocks: all(pairs.clear_of(BAR) for pairs in _ratios(blocks).values()),
+            )
+            spans = {kind: w.sink.exported for kind, w in watchers.items() if w is not None}
+            dropped = first.sink.dropped + second.sink.dropped
+    ratios = _ratios(blocks)
     seconds = {kind: [block.seconds for block in found] for kind, found in blocks.items()}
-    ratios = {
-        kind: [off / on for off, on in zip(seconds["unwatched"], seconds[kind], strict=True)]
-        for kind in ("files", "collector")
-    }
-    cpu = {kind: statistics.median(block.cpu_seconds for block in found) for kind, found in blocks.items()}
-    medians = {kind: statistics.median(values) for kind, values in ratios.items()}
-    tokens = slots * (BLOCK_STEPS - 1)
+    cpu = {kind: [block.cpu_seconds for block in found] for kind, found in blocks.items()}
     rows = [
-        [
-            "unwatched" if kind == "unwatched" else f"spans to {kind}",
-            tokens / statistics.median(seconds[kind]),
-            medians.get(kind, 1.0),
-            cpu[kind] / tokens * 1e3,
-            spans.get(kind, 0),
-        ]
-        for kind in seconds
+        {
+            "": kind if kind == "unwatched" else f"spans to {kind}",
+            "tokens/s": work.output_tokens / statistics.median(seconds[kind]),
+            "median ratio": ratios[kind].median if kind in ratios else 1.0,
+            "CPU ms per token": statistics.median(cpu[kind]) / work.output_tokens * 1e3,
+            "spans": spans.get(kind, 0),
+        }
+        for kind in blocks
     ]
-    columns = ["", "tokens/s", "median ratio", "CPU ms per token", "spans"]
-    report.table("What watching costs", columns, rows)
+    report.records("What watching costs", rows)
+    told = "; ".join(f"spans to {kind} {pairs}" for kind, pairs in ratios.items())
     report.note(
-        "A ratio of 1 means that watching costs nothing; it is the median over pairs of blocks. "
+        f"A ratio of 1 means that watching costs nothing: {told}. "
         "CPU time tells the same on a machine that is busy with other things."
     )
     with report.chart(size=(9, 4.2)) as (_, axes):
-        for height, (kind, values) in enumerate(ratios.items()):
-            axes.scatter(values, [height] * len(values), s=70, alpha=0.75)
-            axes.plot([medians[kind]] * 2, [height - 0.25, height + 0.25], color="black")
-            axes.text(medians[kind], height + 0.3, f"{medians[kind]:.3f}", ha="center")
-        axes.axvline(BAR, linestyle="--", color="gray")
-        axes.annotate(f"bar {BAR} ", (BAR, 1.6), ha="right", color="gray")
-        axes.set_yticks(range(len(ratios)), [f"spans to {kind}" for kind in ratios])
-        axes.set_ylim(-0.6, 1.8)
+        marks = {f"spans to {kind}": {f"{pairs.median:.3f}": pairs.median} for kind, pairs in ratios.items()}
+        chart.dots(axes, {f"spans to {kind}": pairs.values for kind, pairs in ratios.items()}, marks)
+        axes.axvline(BAR, linestyle="--", color=MUTED)
+        axes.annotate(f"bar {BAR} ", (BAR, 1.4), ha="right", color=MUTED)
         axes.set_xlabel("tokens/s watched / unwatched, one dot per pair of blocks")
         axes.set_title("All spans on, against nobody watching")
-    data: dict[str, Any] = {
-        "ratio": min(medians.values()),
-        "ratios": ratios,
-        "seconds": seconds,
-        "cpu_seconds": {kind: [block.cpu_seconds for block in found] for kind, found in blocks.items()},
-    }
-    report.at_least("tokens/s with all spans on / unwatched", data["ratio"], BAR)
-    return report.finish(data | {"spans": spans, "dropped": dropped})
+    worse = min(pairs.median for pairs in ratios.values())
+    report.at_least("tokens/s with all spans on / unwatched", worse, BAR)
+    return report.finish(
+        {
+            "ratio": worse,
+            "ratios": {kind: pairs.values for kind, pairs in ratios.items()},
+            "seconds": seconds,
+            "cpu_seconds": cpu,
+            "spans": spans,
+            "dropped": dropped,
+        }
+    )
+
+
+def _ratios(blocks: dict[str, list[Block]]) -> dict[str, Pairs]:
+    seconds = {kind: [block.seconds for block in found] for kind, found in blocks.items()}
+    unwatched = seconds.pop("unwatched")
+    return {kind: Pairs.ratios(unwatched, found) for kind, found in seconds.items()}

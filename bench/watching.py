@@ -23,69 +23,76 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench.client import kept_busy
 from bench.report import BenchError, Report
+from bench.samples import Pairs, in_turns
 from bench.serving import Server, served
 
 BAR = 0.01
 """Of the machine's processor time."""
 CPUS = len(os.sched_getaffinity(0))
 STREAMS = 16
+MOST_ROUNDS = 30
 FILL_SECONDS = 5.0
 SETTLE_SECONDS = 2.0
 """A page that opens fetches the last minute: once, so that is not what watching costs."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=10, help="windows of each kind (default: 10)")
+    parser.add_argument("--rounds", type=int, default=10, help="windows of each kind, or more (default: 10)")
     parser.add_argument("--window", type=float, default=5.0, help="seconds of a window (default: 5)")
 
 
 def run(args: argparse.Namespace) -> int:
     report = Report("watching", args.out)
-    rates: dict[str, list[float]] = {"watched": [], "unwatched": []}
-    shares: dict[str, list[float]] = {"watched": [], "unwatched": []}
-    try:
-        with served() as server, _streams(server.url):
-            time.sleep(FILL_SECONDS)
-            with report.progress("windows", 2 * args.rounds) as advance:
-                for number in range(2 * args.rounds):
-                    # ABBA: a drift of the machine weighs on both sides alike.
-                    kind = "watched" if number % 4 in (1, 2) else "unwatched"
-                    with _page(server.url) if kind == "watched" else contextlib.nullcontext():
-                        time.sleep(SETTLE_SECONDS)
-                        rate, share = _window(server, args.window)
-                    rates[kind].append(rate)
-                    shares[kind].append(share)
-                    advance()
-    except RuntimeError as error:
-        raise BenchError(str(error)) from error
-    ratios = [on / off for on, off in _pairs(rates)]
-    ratio = statistics.median(ratios)
-    cost = statistics.median(on - off for on, off in _pairs(shares))
+    with served() as server, _streams(server.url):
+        time.sleep(FILL_SECONDS)
+
+        def window(page: AbstractContextManager[None]) -> tuple[float, float]:
+            with page:
+                time.sleep(SETTLE_SECONDS)
+                return _window(server, args.window)
+
+        turns = in_turns(
+            {
+                "watched": lambda: window(_page(server.url)),
+                "unwatched": lambda: window(contextlib.nullcontext()),
+            },
+            args.rounds,
+            at_most=max(args.rounds, MOST_ROUNDS),
+            settled=lambda turns: _added(turns).clear_of(BAR),
+        )
+    rates = {kind: [rate for rate, _ in found] for kind, found in turns.items()}
+    shares = {kind: [share for _, share in found] for kind, found in turns.items()}
+    ratios, cost = Pairs.ratios(rates["watched"], rates["unwatched"]), _added(turns)
     rows = [
-        [kind, statistics.median(rates[kind]), min(rates[kind]), max(rates[kind]), 100 * share]
-        for kind, share in ((kind, statistics.median(shares[kind])) for kind in rates)
+        {
+            "": kind,
+            "tokens/s: median": statistics.median(rates[kind]),
+            "lowest": min(rates[kind]),
+            "highest": max(rates[kind]),
+            "other threads' % of the machine": 100 * statistics.median(shares[kind]),
+        }
+        for kind in turns
     ]
-    columns = ["", "tokens/s: median", "lowest", "highest", "other threads' % of the machine"]
-    report.table("A busy engine with a page open and without", columns, rows)
+    report.records("A busy engine with a page open and without", rows)
     report.note(
-        f"Tokens/s watched / unwatched: {ratio:.3f}, the median over pairs of windows ({min(ratios):.3f} to "
-        f"{max(ratios):.3f}). The last column: processor time taken by everything but the {CPUS} busiest "
-        "threads, of all that the machine has."
+        f"Tokens/s watched / unwatched: {ratios}. The last column: processor time taken by everything but "
+        f"the {CPUS} busiest threads, of all that the machine has; an open page adds {cost}."
     )
-    report.at_most("processor time that an open page adds / the machine's", cost, BAR)
+    report.at_most("processor time that an open page adds / the machine's", cost.median, BAR)
     return report.finish(
         {
-            "cost": cost,
+            "cost": cost.median,
             "shares": shares,
-            "tokens_per_s_ratio": ratio,
-            "tokens_per_s_ratios": ratios,
+            "tokens_per_s_ratio": ratios.median,
+            "tokens_per_s_ratios": ratios.values,
             "tokens_per_s": rates,
         }
     )
 
 
-def _pairs(values: dict[str, list[float]]) -> list[tuple[float, float]]:
-    return list(zip(values["watched"], values["unwatched"], strict=True))
+def _added(turns: dict[str, list[tuple[float, float]]]) -> Pairs:
+    both = zip(turns["watched"], turns["unwatched"], strict=True)
+    return Pairs([on - off for (_, on), (_, off) in both])
 
 
 def _window(server: Server, seconds: float) -> tuple[float, float]:
@@ -102,11 +109,10 @@ def _window(server: Server, seconds: float) -> tuple[float, float]:
 def _thread_seconds(server: Server) -> dict[Path, float]:
     """Processor time of each of the server's threads so far."""
     found = {}
-    for pid in server.pids():
-        for task in Path(f"/proc/{pid}/task").glob("*"):
-            with contextlib.suppress(OSError):
-                # In nanoseconds; `stat` counts in ticks, which miss threads that wake for less.
-                found[task] = int((task / "schedstat").read_text().split()[0]) / 1e9
+    for task in (task for pid in server.pids() for task in Path(f"/proc/{pid}/task").glob("*")):
+        with contextlib.suppress(OSError):
+            # In nanoseconds; `stat` counts in ticks, which miss threads that wake for less.
+            found[task] = int((task / "schedstat").read_text().split()[0]) / 1e9
     return found
 
 

@@ -7,23 +7,19 @@ without a tokenizer: any vocabulary will do.
 
 from __future__ import annotations
 
-import argparse
-import csv
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from statistics import NormalDist
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from bench.lengths import Floats, HeavyTail, Lengths, Quantiles
 from bench.report import BenchError
 from engine_actor.request import Request
 from model.executor import SamplingParams
 
-Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 T = TypeVar("T")
 
@@ -111,61 +107,6 @@ class Workload:
         return Workload(self.name, tuple(replace(i, tenant=t, priority=p) for i, t, p in dealt))
 
 
-class Lengths(Protocol):
-    """A distribution of lengths in tokens, by its quantile function."""
-
-    def quantile(self, u: Floats) -> Floats: ...
-
-
-@dataclass(frozen=True)
-class HeavyTail:
-    """Log-normal body; above its (1 - tail) quantile a Pareto tail of index `alpha`; cut to [low, high]."""
-
-    median: float
-    sigma: float
-    low: int
-    high: int
-    tail: float = 0.15
-    alpha: float = 1.0
-
-    def quantile(self, u: Floats) -> Floats:
-        joint = 1 - self.tail
-        body = self._body(np.minimum(u, joint))
-        beyond = (self.tail / np.minimum(1 - u, self.tail)) ** (1 / self.alpha)
-        return np.clip(body * beyond, self.low, self.high)
-
-    def _body(self, u: Floats) -> Floats:
-        z = np.array([NormalDist().inv_cdf(min(max(x, 1e-9), 1 - 1e-9)) for x in u])
-        return np.asarray(self.median * np.exp(self.sigma * z), dtype=np.float64)
-
-
-@dataclass(frozen=True)
-class Quantiles:
-    """Through published quantiles, log-linear between them: {probability: tokens}."""
-
-    points: Mapping[float, float]
-    scale: float = 1.0
-
-    def quantile(self, u: Floats) -> Floats:
-        logs = np.log([self.points[p] for p in sorted(self.points)])
-        return self.scale * np.exp(np.interp(u, sorted(self.points), logs))
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Log-normal with a given mean and coefficient of variation; constant where that is 0."""
-
-    mean: float
-    variation: float
-    high: int
-
-    def quantile(self, u: Floats) -> Floats:
-        variance = math.log(1 + self.variation**2)
-        z = np.array([NormalDist().inv_cdf(x) for x in u])
-        lengths = self.mean * np.exp(math.sqrt(variance) * z - variance / 2)
-        return np.asarray(np.clip(lengths, 1, self.high), dtype=np.float64)
-
-
 @dataclass(frozen=True)
 class Shape:
     """What a workload is made of."""
@@ -210,10 +151,10 @@ def build(shape: Shape, name: str = "custom", *, seed: int = 0, vocab: int = VOC
     times = arrivals(count, shape.rate, burstiness=shape.burstiness, seed=seed)
     tenants = _assign(shape.tenants, count, rng)
     priorities = _assign(shape.priorities, count, rng)
-    prefixes = {tenant: _tokens(shape.shared_prefix, vocab, rng) for tenant in shape.tenants}
+    prefixes = {tenant: random_tokens(shape.shared_prefix, vocab, rng) for tenant in shape.tenants}
     items = []
     for i in range(count):
-        own = _tokens(int(prompts[i]), vocab, rng)
+        own = random_tokens(int(prompts[i]), vocab, rng)
         prompt = (*prefixes[tenants[i]], *own)[: int(prompts[i])]
         items.append(Item(f"r{i:04}", float(times[i]), prompt, int(outputs[i]), tenants[i], priorities[i]))
     return Workload(name, tuple(items))
@@ -245,117 +186,12 @@ def arrivals(count: int, rate: float | None, *, burstiness: float = 1.0, seed: i
     return np.cumsum(gaps)
 
 
-TRACE_COLUMNS = (
-    ("arrived_at", "num_prefill_tokens", "num_decode_tokens"),
-    ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
-)
-
-
-def from_trace(
-    path: Path,
-    *,
-    max_len: int,
-    requests: int | None = None,
-    time_scale: float = 1.0,
-    seed: int = 0,
-    vocab: int = VOCAB,
-) -> Workload:
-    """Replay a trace in the Azure layout: seconds or a date and time, prompt tokens, output tokens.
-
-    `time_scale` 2 plays it at half its pace. Lengths shrink by one factor at which 99 % of the
-    requests fit `max_len`; the others are cut. Raises BenchError naming the line of a malformed row.
-    """
-    rows: list[tuple[float, int, int]] = []
-    try:
-        with path.open(newline="") as file:
-            reader = csv.reader(file)
-            header = tuple(next(reader, ()))
-            if header not in TRACE_COLUMNS:
-                expected = " or ".join(",".join(columns) for columns in TRACE_COLUMNS)
-                raise BenchError(f"{path}, line 1: expected the header {expected}")
-            for row in reader:
-                rows.append(_trace_row(path, reader.line_num, row))
-                if len(rows) == requests:
-                    break
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise BenchError(f"cannot read the trace {path}: {error}") from error
-    if not rows:
-        raise BenchError(f"{path}, line 2: the trace has no requests")
-
-    rng = np.random.default_rng(seed)
-    start = rows[0][0]
-    shrink = min(1.0, max_len / float(np.percentile([p + o for _, p, o in rows], 99)))
-    items = []
-    for i, (time, prompt, output) in enumerate(rows):
-        if time < start:
-            raise BenchError(f"{path}, line {i + 2}: arrives before the first request")
-        outputs = min(max(1, round(output * shrink)), max_len - 1)
-        prompts = min(max(1, round(prompt * shrink)), max_len - outputs)
-        items.append(Item(f"r{i:04}", (time - start) * time_scale, _tokens(prompts, vocab, rng), outputs))
-    return Workload(path.stem, tuple(sorted(items, key=lambda item: item.arrival)))
-
-
-def add_arguments(parser: argparse.ArgumentParser, *, default: str = "default") -> None:
-    """The options by which every experiment's workload is chosen; `chosen` reads them."""
-    parser.add_argument("--preset", default=default, help=f"one of {', '.join(PRESETS)} (default: {default})")
-    parser.add_argument("--trace", type=Path, metavar="FILE.csv", help="replay a trace in the Azure layout")
-    parser.add_argument("--time-scale", type=float, default=1.0, help="stretch the trace's time by this")
-    parser.add_argument("--requests", type=int, help="how many requests (default: the preset's own)")
-    parser.add_argument(
-        "--shared-prefix",
-        type=int,
-        default=0,
-        metavar="TOKENS",
-        help="leading tokens that all prompts of the preset have in common (default: 0)",
-    )
-    parser.add_argument("--seed", type=int, default=0)
-
-
-def chosen(
-    args: argparse.Namespace, *, max_len: int, requests: int | None = None, vocab: int = VOCAB
-) -> Workload:
-    """The workload that the command line asks for; `requests` is the default for --requests."""
-    count = args.requests or requests
-    if args.trace:
-        return from_trace(
-            args.trace,
-            max_len=max_len,
-            requests=count,
-            time_scale=args.time_scale,
-            seed=args.seed,
-            vocab=vocab,
-        )
-    return preset(args.preset, seed=args.seed, requests=count, shared_prefix=args.shared_prefix, vocab=vocab)
-
-
-def _trace_row(path: Path, line: int, row: Sequence[str]) -> tuple[float, int, int]:
-    try:
-        time, prompt, output = row
-        seconds = float(time) if _is_number(time) else np.datetime64(time).astype("M8[us]").astype(int) / 1e6
-        if not (math.isfinite(seconds) and int(prompt) > 0 and int(output) > 0):
-            raise ValueError
-        return float(seconds), int(prompt), int(output)
-    except ValueError:
-        raise BenchError(
-            f"{path}, line {line}: expected time,prompt tokens,output tokens (both at least 1), "
-            f"got {','.join(row)!r}"
-        ) from None
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
 def _lengths(lengths: Lengths, count: int, rng: np.random.Generator) -> Ints:
     strata = (rng.permutation(count) + rng.random(count)) / count
     return np.maximum(1, np.rint(lengths.quantile(strata))).astype(np.int64)
 
 
-def _tokens(count: int, vocab: int, rng: np.random.Generator) -> tuple[int, ...]:
+def random_tokens(count: int, vocab: int, rng: np.random.Generator) -> tuple[int, ...]:
     # Log-uniform ids: in a BPE vocabulary low ids are frequent tokens, so this is close to Zipf's law.
     draws = rng.uniform(math.log(min(FIRST_WORD, vocab - 1)), math.log(vocab), count)
     return tuple(np.exp(draws).astype(int).tolist())

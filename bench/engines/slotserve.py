@@ -15,7 +15,6 @@ class Slotserve:
 
     def __init__(self, setup: Setup) -> None:
         model = bare.load(setup.model)
-        bare.warm_up(model)
         self._engine = bare.build(model, slots=setup.slots, max_len=setup.max_len)
 
     def generate(self, jobs: list[Job]) -> list[list[int]]:

@@ -20,7 +20,7 @@ Job: TypeAlias = tuple[list[int], int]
 
 @dataclass(frozen=True)
 class Setup:
-    """What an engine is built from; the worker's command line."""
+    """What an engine is built from; the worker's command line, as JSON."""
 
     model: str
     slots: int
@@ -45,8 +45,7 @@ def serve(build: Callable[[Setup], BatchEngine]) -> None:
     # Libraries print to stdout; the answers must not mix with that.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    model, *numbers = sys.argv[1:]
-    engine = build(Setup(model, *map(int, numbers)))
+    engine = build(Setup(**json.loads(sys.argv[1])))
     print(json.dumps({"version": engine.version, "format": engine.format}), file=answers)
     for line in sys.stdin:
         jobs = [(prompt, tokens) for prompt, tokens in json.loads(line)]

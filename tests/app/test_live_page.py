@@ -13,6 +13,7 @@ from selenium.webdriver.common.keys import Keys
 from app.api_error import ApiError
 from bench.chromium import Page, chromium_missing, open_page
 from tests.observed import ObservedServer, RunningEngine, observed_server, offer_load
+from tests.page import click_newest_cell, problems
 
 pytestmark = pytest.mark.skipif(bool(chromium_missing()), reason=chromium_missing() or "-")
 
@@ -37,13 +38,13 @@ def test_requests_appear_and_end_and_one_can_be_opened(server: ObservedServer) -
         engine.submit("chatcmpl-short", 5, 10, "borealis")
         page.wait(lambda: page.painted() > 500, "cells")
         page.wait(lambda: "served" in page.text("sentence"), "the sentence")
-        page.click_newest_cell(0)
+        click_newest_cell(page, 0)
         page.wait(lambda: "now in decode" in page.text("request"), "the request's state")
         assert "chatcmpl-long of tenant atlas" in page.text("request")
         page.wait(lambda: "finished" in page.text("request"), "the request's end", 20)
         assert "for 60 prompt tokens" in page.text("request")
         assert "for 150 tokens" in page.text("request")
-        assert page.problems() == []
+        assert problems(page) == []
 
 
 def test_pause_and_scrub_show_the_past_while_the_engine_goes_on(server: ObservedServer) -> None:
@@ -64,7 +65,7 @@ def test_pause_and_scrub_show_the_past_while_the_engine_goes_on(server: Observed
         page.driver.find_element(By.ID, "play").click()
         page.wait(lambda: page.text("when") == "live", "live again")
         page.wait(lambda: not page.text("sentence").startswith("Step 20 "), "the present")
-        assert page.problems() == []
+        assert problems(page) == []
 
 
 def test_everything_works_from_the_keyboard(server: ObservedServer) -> None:
@@ -115,7 +116,7 @@ def test_the_page_waits_for_an_engine_where_none_is_up() -> None:
         page.driver.find_element(By.ID, "play").click()
         page.driver.find_element(By.TAG_NAME, "body").send_keys(" ")
         assert page.text("notice") == ""
-        assert page.problems() == []
+        assert problems(page) == []
 
 
 def test_why_there_is_no_trace_stays_on_the_page(server: ObservedServer) -> None:
@@ -146,7 +147,7 @@ def test_two_engines_can_be_chosen() -> None:
 
 def selects_some_slot(page: Page) -> bool:
     for slot in range(16):
-        page.click_newest_cell(slot)
+        click_newest_cell(page, slot)
         time.sleep(0.05)
         if "tenant" in page.text("request"):
             return True
@@ -166,6 +167,6 @@ def test_it_fits_and_is_pictured(server: ObservedServer, theme: Literal["light",
         assert page.driver.execute_script("return document.documentElement.scrollWidth") <= width
         background = page.driver.execute_script("return getComputedStyle(document.body).backgroundColor")
         assert (background == "rgb(11, 15, 23)") == (theme == "dark")
-        assert page.problems() == []
+        assert problems(page) == []
         if page.text("queue") != "Nobody waits.":
             assert "atlas" in page.text("queue")

@@ -19,6 +19,7 @@ from selenium.webdriver.common.by import By
 from bench.chromium import chromium_missing, open_page
 from tests.engine_actor.test_chrome_trace import check_nesting
 from tests.otlp_receiver import ReceivedSpan, Receiver, otlp_receiver
+from tests.page import problems
 from tests.serving import Server, served
 
 SECRET = "the walrus ate my marmalade"
@@ -265,4 +266,4 @@ def test_a_prompt_sent_from_the_page_travels_before_ones_eyes(watched: Watched) 
         page.wait(lambda: "finished" in page.text("request"), "the request's end", 30)
         assert page.painted() > 500
         page.screenshot("served-prompt")
-        assert page.problems() == []
+        assert problems(page) == []

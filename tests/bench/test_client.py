@@ -11,12 +11,12 @@ import httpx
 import pytest
 
 from bench import client, workload
-from bench.client import Server
+from bench.client import Endpoint
 from bench.report import BenchError
 from bench.stream import CompletionStream
 from tests.bench.fake_server import Behaviour, FakeServer
 
-NOBODY = Server("http://127.0.0.1:9")
+NOBODY = Endpoint("http://127.0.0.1:9")
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def fake() -> Iterator[FakeServer]:
 
 def test_every_token_is_timed_from_the_items_arrival(fake: FakeServer) -> None:
     load = workload.preset("smoke").arriving(50.0)
-    run = client.drive(Server(fake.url), load)
+    run = client.drive(Endpoint(fake.url), load)
     assert run.errors == []
     assert [len(t.token_times) for t in run.requests] == [i.output_tokens for i in load.items]
     assert [t.output for t in run.requests] == [list(range(i.output_tokens)) for i in load.items]
@@ -44,8 +44,8 @@ def test_a_closed_loop_is_queued_in_order_behind_a_plug_and_starts_when_that_has
     load = workload.preset("smoke").arriving(50.0)
     with FakeServer(delay=0.01).running() as fake:
         fake.behaviour = "first one late"
-        sent = time.time()
-        run = client.drive_queue(Server(fake.url), load, slots=3)
+        sent = time.monotonic()
+        run = client.drive_queue(Endpoint(fake.url), load, slots=3)
     assert run.errors == []
     (_, plug), *bodies = fake.seen
     assert plug["prompt"] == [list(client.PLUG_PROMPT)] * 3
@@ -68,7 +68,7 @@ def test_a_plug_that_does_not_hold_is_one_line(behaviour: Behaviour, delay: floa
     server = FakeServer(delay=delay)
     server.behaviour = behaviour
     with server.running(), pytest.raises(BenchError, match=complaint):
-        client.drive_queue(Server(server.url), workload.preset("smoke"), slots=3)
+        client.drive_queue(Endpoint(server.url), workload.preset("smoke"), slots=3)
 
 
 def test_what_keeps_a_server_busy_goes_on_after_a_failure_and_ends() -> None:
@@ -89,7 +89,7 @@ def test_what_keeps_a_server_busy_goes_on_after_a_failure_and_ends() -> None:
 
 def test_tenant_key_and_forced_length_are_sent(fake: FakeServer) -> None:
     load = workload.preset("smoke").among({"a": 1.0}, {-1: 1.0})
-    client.drive(Server(fake.url, api_key="k"), load)
+    client.drive(Endpoint(fake.url, api_key="k"), load)
     headers, body = fake.seen[0]
     assert (headers["X-Tenant-Id"], headers["Authorization"]) == ("a", "Bearer k")
     assert (body["priority"], body["ignore_eos"], body["model"]) == (-1, True, "toy")
@@ -107,7 +107,7 @@ def test_a_failing_stream_says_why_and_keeps_its_tokens(
     fake: FakeServer, behaviour: Behaviour, complaint: str, kept: float
 ) -> None:
     fake.behaviour = behaviour
-    run = client.drive(Server(fake.url), workload.preset("smoke"))
+    run = client.drive(Endpoint(fake.url), workload.preset("smoke"))
     assert len(run.errors) == len(run.requests)
     for timeline in run.requests:
         assert len(timeline.token_times) == int(kept * timeline.item.output_tokens)

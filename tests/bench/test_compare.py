@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from app.text import Tokenizer
-from bench import compare, workload
+from bench import compare, variance, workload
 from bench.__main__ import main
+from bench.samples import mean_of
 from model.files import find_model
 from tests.bench.toy_server import toy_served
 from tests.model.test_transformer import save_random_model
@@ -33,8 +34,8 @@ def test_a_side_that_runs_twice_counts_as_the_mean_of_its_turns() -> None:
         {"tokens_per_s": 100.0, "utilization": 0.9},
         {"tokens_per_s": 150.0, "utilization": None},
     ]
-    assert compare._mean(turns) == {"tokens_per_s": 125.0, "utilization": None}
-    assert compare._mean(turns[:1]) == turns[0]
+    assert mean_of(turns) == {"tokens_per_s": 125.0, "utilization": None}
+    assert mean_of(turns[:1]) == turns[0]
 
 
 def test_static_batches_need_as_many_steps_as_their_longest_answers() -> None:
@@ -63,19 +64,24 @@ def test_both_sides_start_with_all_requests_waiting(
         static = found["closed"]["static"]["requests_per_s"]
         assert rate["of_static"] == pytest.approx(rate["requests_per_s"] / static, rel=1e-4)
         assert rate["ttft_gain"] > 0
+        draws = 3 if rate["share"] == compare.LOAD else 1
+        assert {side: len(p95) for side, p95 in rate["ttft_p95_by_draw"].items()} == {
+            "continuous": draws,
+            "static": draws,
+        }
     assert found["open"] == found["rates"][1]
     for picture in ("compare.png", "compare-slots.png"):
         assert (tmp_path / picture).stat().st_size > 10_000
     said = " ".join(capsys.readouterr().out.split())
-    assert f"which is {found['open']['of_static']:.0%} of static batching's" in said
+    assert f"({found['open']['of_static']:.2g} times the rate that static batching can)" in said
 
 
 def test_the_sweep_compares_both_sides_at_every_spread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_random_model(tmp_path / "model", "llama")
-    monkeypatch.setattr(compare, "VARIATIONS", (0.0, 2.0))
-    monkeypatch.setattr(compare, "SWEEP_ROUNDS", 1)
+    monkeypatch.setattr(variance, "VARIATIONS", (0.0, 2.0))
+    monkeypatch.setattr(variance, "ROUNDS", 1)
     options = ["--sweep", "variance", "--model", str(tmp_path / "model"), "--slots", "4", "--requests", "12"]
     equal, spread = run("compare-variance", tmp_path / "out", *options, "--max-len", "512")["sweep"]
     assert equal["variation"] == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.__main__ import experiments
-from bench.report import REPO
+from bench.origin import REPO
 
 PAGE = REPO / "docs" / "continuous-batching.md"
 POINTERS = re.findall(r"\[`([\w.]+)`\]\(\.\./([\w/]+\.py)\)", PAGE.read_text())

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from app.haproxy import free_port
-from bench.report import REPO
+from bench.origin import REPO
 from tests.bench.fake_server import Behaviour, FakeServer
 
 

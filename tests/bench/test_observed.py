@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench import bare, observed
-from bench.client import Server
+from bench.client import Endpoint
 from bench.observed import Observed, Step
 from bench.report import BenchError
 from bench.workload import Item, Workload
@@ -27,8 +27,11 @@ def test_a_trace_keeps_steps_stays_and_utilization(policy: str) -> None:
     )
     seen = observed.cut(chrome_trace({0: run.records}), run.started, run.ended)
     assert (seen.slots, len(seen.steps)) == (4, len(run.records))
-    assert len({(stay.slot, stay.started) for stay in seen.stays if stay.phase == "prefill"}) == 9
-    busy = sum(step.seconds * step.requests for step in seen.steps)
+    assert [served.phase for served in seen.served].count("prefill") == 9
+    assert len(seen.served) == sum(len(record.shares) for record in run.records)
+    assert {served.slot for served in seen.served} == set(range(4))
+    assert seen.seconds == pytest.approx(run.seconds, abs=0.05)
+    busy = sum(step.seconds * len(step.requests) for step in seen.steps)
     worked = sum(record.seconds * len({span.slot for span in record.shares}) for record in run.records)
     assert busy == pytest.approx(worked, rel=0.001)
     nothing = observed.cut(chrome_trace({0: run.records}), run.ended + 1, run.ended + 2)
@@ -48,7 +51,10 @@ def test_a_step_that_begins_before_the_start_and_ends_after_it_counts() -> None:
 
 
 def test_pauses_between_steps_count_as_idle_and_waiting_is_told_apart() -> None:
-    steps = [Step(0.0, 1.0, 2, waiting=3), Step(2.0, 1.0, 1, waiting=0), Step(3.0, 1.0, 1, waiting=0)]
+    steps = [
+        Step("engine-0", number, started, 1.0, 0, len(names), waiting, [*names])
+        for number, (started, names, waiting) in enumerate([(0.0, "ab", 3), (2.0, "aa", 0), (3.0, "a", 0)])
+    ]
     seen = Observed(steps, [], slots=2)
     assert seen.utilization() == pytest.approx((2 * 1 + 1 * 1) / (2 * 3))
     assert seen.utilization_while_waiting() == pytest.approx(2 / (2 * 2))
@@ -56,4 +62,4 @@ def test_pauses_between_steps_count_as_idle_and_waiting_is_told_apart() -> None:
 
 def test_a_server_without_a_trace_is_one_line(tmp_path: Path) -> None:
     with FakeServer().running() as fake, pytest.raises(BenchError, match="/trace answered 404"):
-        observed.fetch(Server(fake.url), 0, 1, seconds=1, save=tmp_path / "t.json")
+        observed.fetch(Endpoint(fake.url), 1, tmp_path / "t.json")

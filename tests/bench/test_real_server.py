@@ -12,23 +12,28 @@ from pathlib import Path
 import pytest
 
 from bench import client, observed, workload
-from bench.client import Server
-from bench.report import REPO
+from bench.client import Endpoint
+from bench.origin import REPO
 from bench.serving import served
+from engine_actor.clock import wall
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server() -> Iterator[Endpoint]:
     with served({"max_num_seqs": 4, "max_len": 256}) as running:
-        yield Server(running.url)
+        yield Endpoint(running.url)
 
 
-def test_a_workload_gets_all_its_tokens_and_the_trace_tells_its_steps(server: Server, tmp_path: Path) -> None:
+def test_a_workload_gets_all_its_tokens_and_the_trace_tells_its_steps(
+    server: Endpoint, tmp_path: Path
+) -> None:
     load = workload.preset("smoke", requests=16).arriving(None)
     run = client.drive(server, load)
     assert run.errors == []
     assert [len(t.token_times) for t in run.requests] == [i.output_tokens for i in load.items]
-    seen = observed.fetch(server, run.started, run.ended, seconds=120, save=tmp_path / "trace.json")
+    seen = observed.cut(
+        observed.fetch(server, 120, tmp_path / "trace.json"), wall(run.started), wall(run.ended)
+    )
     assert seen.slots == 4
     assert len(seen.steps) >= max(item.output_tokens for item in load.items)
     utilization = seen.utilization()
@@ -38,17 +43,19 @@ def test_a_workload_gets_all_its_tokens_and_the_trace_tells_its_steps(server: Se
 
 
 def test_a_closed_loop_starts_with_the_first_in_the_slots_and_the_rest_in_the_queue(
-    server: Server, tmp_path: Path
+    server: Endpoint, tmp_path: Path
 ) -> None:
     load = workload.preset("smoke", requests=12)
     run = client.drive_queue(server, load, slots=4)
     assert run.errors == []
     assert min(timeline.ttft for timeline in run.requests) > 0
-    seen = observed.fetch(server, run.started, run.ended, seconds=120, save=tmp_path / "trace.json")
+    seen = observed.cut(
+        observed.fetch(server, 120, tmp_path / "trace.json"), wall(run.started), wall(run.ended)
+    )
     assert seen.steps[0].waiting == len(load) - 4
 
 
-def test_locust_streams_and_counts_every_token(server: Server, tmp_path: Path) -> None:
+def test_locust_streams_and_counts_every_token(server: Endpoint, tmp_path: Path) -> None:
     done = subprocess.run(
         [
             *(sys.executable, "-m", "locust", "-f", "locustfile.py", "--headless", "--host", server.url),

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from bench.__main__ import experiments, main
-from bench.report import BenchError, Report, percentiles, show
+from bench.report import BenchError, Report, show
+from bench.samples import percentiles
 
 
 def test_percentiles_interpolate_between_neighbours() -> None:

@@ -31,6 +31,7 @@ def test_windows_alternate_and_count_tokens(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(watching, "served", toy_served)
     monkeypatch.setattr(watching, "_streams", load)
+    monkeypatch.setattr(watching, "MOST_ROUNDS", 2)
     monkeypatch.setattr(watching, "FILL_SECONDS", 0.2)
     monkeypatch.setattr(watching, "SETTLE_SECONDS", 0.5)
     # Half a second says nothing about the cost: only the figures are looked at, not the bar.

@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import workload
+from bench import options, workload
+from bench.lengths import HeavyTail, Spread
+from bench.replay import from_trace
 from bench.report import BenchError
-from bench.workload import HeavyTail, Shape, Spread
+from bench.workload import Shape
 
 
 @pytest.mark.parametrize("name", workload.PRESETS)
@@ -80,10 +82,10 @@ def test_arriving_changes_the_pace_and_nothing_else() -> None:
 
 def test_a_shared_prefix_is_an_option() -> None:
     parser = argparse.ArgumentParser()
-    workload.add_arguments(parser)
+    options.add_workload(parser)
     chosen = [
-        workload.chosen(parser.parse_args(["--preset", "long-prompts", *options]), max_len=2048)
-        for options in ([], ["--shared-prefix", "64"])
+        options.workload(parser.parse_args(["--preset", "long-prompts", *extra]), max_len=2048)
+        for extra in ([], ["--shared-prefix", "64"])
     ]
     plain, shared = ({item.prompt[:64] for item in load.items} for load in chosen)
     assert (len(plain), len(shared)) == (24, 1)
@@ -123,15 +125,15 @@ TRACE = "arrived_at,num_prefill_tokens,num_decode_tokens\n0.5,100,10\n2.5,300,20
 def test_a_trace_is_replayed_from_its_first_arrival(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text(TRACE)
-    load = workload.from_trace(path, max_len=1000, time_scale=2.0)
+    load = from_trace(path, max_len=1000, time_scale=2.0)
     assert [(i.arrival, len(i.prompt), i.output_tokens) for i in load.items] == [(0, 100, 10), (4, 300, 20)]
-    assert len(workload.from_trace(path, max_len=1000, requests=1)) == 1
+    assert len(from_trace(path, max_len=1000, requests=1)) == 1
 
 
 def test_a_trace_shrinks_to_the_context(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text(TRACE + "3,3000,300\n")
-    load = workload.from_trace(path, max_len=100)
+    load = from_trace(path, max_len=100)
     assert max(len(i.prompt) + i.output_tokens for i in load.items) == 100
     assert all(i.output_tokens >= 1 for i in load.items)
 
@@ -142,7 +144,7 @@ def test_azure_dates_are_read_too(tmp_path: Path) -> None:
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         "2023-11-16 18:17:03.9799600,374,44\n2023-11-16 18:17:04.4799600,396,109\n"
     )
-    load = workload.from_trace(path, max_len=2048)
+    load = from_trace(path, max_len=2048)
     assert load.items[1].arrival == pytest.approx(0.5)
 
 
@@ -163,11 +165,11 @@ def test_a_malformed_trace_names_the_line(tmp_path: Path, text: str, complaint: 
     path = tmp_path / "trace.csv"
     path.write_text(text)
     with pytest.raises(BenchError, match=complaint):
-        workload.from_trace(path, max_len=2048)
+        from_trace(path, max_len=2048)
 
 
 def test_an_unreadable_trace_and_an_unknown_preset_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match=r"cannot read the trace .*missing.csv"):
-        workload.from_trace(tmp_path / "missing.csv", max_len=2048)
+        from_trace(tmp_path / "missing.csv", max_len=2048)
     with pytest.raises(BenchError, match="unknown preset 'heavy'; choose from smoke"):
         workload.preset("heavy")

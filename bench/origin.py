@@ -1,0 +1,61 @@
+"""Where a figure comes from: command, commit, machine, date."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).parent.parent
+
+
+def origin() -> dict[str, Any]:
+    """Of what runs now. A commit whose tree has been changed says so."""
+    command = Path(sys.argv[0])
+    program = f"python -m {command.parent.name}" if command.name == "__main__.py" else command.name
+    changes = "+changes" if _git("status", "--porcelain") else ""
+    return {
+        "command": shlex.join([*program.split(), *sys.argv[1:]]),
+        "commit": _git("rev-parse", "--short", "HEAD") + changes,
+        "machine": machine(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def machine() -> dict[str, Any]:
+    import torch
+
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "vector": torch.backends.cpu.get_cpu_capability(),
+        "memory_gib": round(memory / 2**30, 1),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "ray": version("ray"),
+    }
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else ():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(["git", "-C", str(REPO), *arguments], capture_output=True, text=True)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip()
