@@ -16,7 +16,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from prometheus_client.metrics_core import Metric
 
 from engine_actor.clock import Sent
-from engine_actor.messages import LEASE_SECONDS, EngineInfo, EngineStatus, Frame
+from engine_actor.engine import Engine
+from engine_actor.messages import LEASE_SECONDS, EngineConfig, EngineInfo, EngineStatus, Frame
 from engine_actor.request import FinishReason, Request
 from engine_actor.step_loop import Build, StepLoop
 from engine_actor.step_wire import pack_steps
@@ -27,6 +28,13 @@ log = logging.getLogger(__name__)
 STATUS_SECONDS = 0.25
 """How stale a replica's view of an engine that steps for others may become."""
 FRAMES_PER_STREAM = 100_000
+
+
+def build(config: EngineConfig) -> tuple[Engine, EngineInfo]:
+    """See build_engine. Whoever starts actors needs no torch: it is loaded where the engine is."""
+    from engine_actor.build import build_engine
+
+    return build_engine(config)
 
 
 class EngineActor:

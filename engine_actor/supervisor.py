@@ -20,8 +20,7 @@ from ray import serve
 from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
-from engine_actor.actor import EngineActor
-from engine_actor.build import build_engine
+from engine_actor.actor import EngineActor, build
 from engine_actor.messages import EngineConfig, EngineFailedError, EngineInfo, TelemetryConfig
 from engine_actor.telemetry import open_telemetry
 
@@ -147,7 +146,7 @@ class Supervisor:
         telemetry = functools.partial(open_telemetry, f"engine-{index}", self._telemetry)
         actor_class = ray.remote(EngineActor).options(name=name, num_cpus=0, num_gpus=self._gpu_share())
         return actor_class.remote(
-            name, functools.partial(build_engine, config), config.max_waiting, config.stall_seconds, telemetry
+            name, functools.partial(build, config), config.max_waiting, config.stall_seconds, telemetry
         )
 
     def _gpu_share(self) -> float:
