@@ -79,7 +79,8 @@ def _slot_seconds(record: StepRecord) -> float:
 def load(path: str | None = None) -> Transformer:
     """The packaged model, or the one at `path`, on this machine's device: warm, so that nothing compiles
     while a clock is watched. Raises BenchError when there is none."""
-    from model.loader import ModelError, load_model
+    from model.config import ModelError
+    from model.loader import load_model
 
     try:
         model = load_model(path)

@@ -124,7 +124,7 @@ class Roofline:
 
     def ideal(self, model: Transformer, rows: int, context: int) -> dict[str, float]:
         """Seconds at best for a decode step's items of `rows` requests with `context` cached tokens."""
-        config, item = model.config, model.weights.embedding.element_size()
+        config, item = model.config, model.backend.dtype.itemsize
         attended = config.n_head * config.head_dim
         cached = config.n_kv_head * config.head_dim
         layer = config.hidden_size * (2 * attended + 2 * cached + 3 * config.intermediate_size)

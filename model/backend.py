@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from model.batch import IntArray
     from model.row_counts import RowCounts
     from model.storage import SlotStorage
+    from model.stored_tensor import StoredTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,18 @@ class Linear(Protocol):
         ...
 
 
+class Embedding(Protocol):
+    """A vector for each token."""
+
+    def __call__(self, tokens: IntArray) -> torch.Tensor:
+        """[rows] token ids to [rows, width], which may be overwritten."""
+        ...
+
+    def head(self) -> Linear:
+        """The same table as an output head: hidden states to logits."""
+        ...
+
+
 class Attention(Protocol):
     """Attention of one forward's rows; `begin` is called once, then the object per layer.
 
@@ -72,8 +85,13 @@ class Backend(Protocol):
     dtype: torch.dtype
     """What weights and activations are computed in."""
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        """A linear layer of `weight` [out, in] and `bias` [out], repacked once where kernels gain from it."""
+    def linear(self, weights: Sequence[StoredTensor], bias: torch.Tensor | None = None) -> Linear:
+        """A linear layer of several weights [part of out, in], one below the other, and of `bias` [out];
+        repacked once where kernels gain from it."""
+        ...
+
+    def embedding(self, table: StoredTensor) -> Embedding:
+        """The embedding of `table` [vocab, width]."""
         ...
 
     def row_counts(self, layers: Sequence[Linear], *, most: int | None = None) -> RowCounts:

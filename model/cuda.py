@@ -13,6 +13,7 @@ from model.backend import HeadLayout, Linear, Rope, check_sizes
 from model.batch import IntArray
 from model.row_counts import CANDIDATES, RowCounts, probe_row_counts
 from model.storage import SlotStorage
+from model.stored_tensor import StoredTensor
 
 PAGE = 256
 """FlashAttention's pages, one per slot here, come in multiples of this many positions."""
@@ -30,6 +31,21 @@ class CudaLinear:
         return F.linear(x, self._weight, self._bias)
 
 
+class CudaEmbedding:
+    """A table that a tied output head shares."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self._table = table
+
+    def __call__(self, tokens: IntArray) -> torch.Tensor:
+        """See Embedding."""
+        return self._table[torch.from_numpy(tokens).to(self._table.device)]
+
+    def head(self) -> Linear:
+        """See Embedding."""
+        return CudaLinear(self._table, None)
+
+
 class CudaBackend:
     """See Backend. bfloat16 or float16."""
 
@@ -37,9 +53,14 @@ class CudaBackend:
         self.device = device
         self.dtype = dtype
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    def linear(self, weights: Sequence[StoredTensor], bias: torch.Tensor | None = None) -> Linear:
         """See Backend."""
-        return CudaLinear(weight, bias)
+        parts = [weight.to_float32().to(self.device, self.dtype) for weight in weights]
+        return CudaLinear(torch.cat(parts), bias)
+
+    def embedding(self, table: StoredTensor) -> CudaEmbedding:
+        """See Backend."""
+        return CudaEmbedding(table.to_float32().to(self.device, self.dtype))
 
     def row_counts(self, layers: Sequence[Linear], *, most: int | None = None) -> RowCounts:
         """See Backend."""

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from model.backend import Backend, HeadLayout, Linear, Rope
+from model.backend import Backend, Embedding, HeadLayout, Linear, Rope
 from model.batch import Batch, IntArray
+from model.config import ModelConfig
 from model.storage import SlotStorage
 
 MOST_HEAD_ROWS = 64
@@ -21,29 +22,6 @@ MOST_HEAD_ROWS = 64
 CHECKED_TOKENS = 300
 CHECKED_ROWS = 16
 """What the last start-up check compares: so many rows at the end of a sequence of so many tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """The shape of a model, read from its files."""
-
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    n_layer: int
-    n_head: int
-    n_kv_head: int
-    head_dim: int
-    norm_eps: float
-    context: int
-    """Positions the model can tell apart and attend to; no sequence may be longer."""
-    tied_head: bool
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    eos_token_ids: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +42,7 @@ class Layer:
 class Weights:
     """All of a model's weights, on their device."""
 
-    embedding: torch.Tensor
+    embedding: Embedding
     layers: list[Layer]
     norm: torch.Tensor
     head: Linear
@@ -146,7 +124,7 @@ class Transformer:
     ) -> torch.Tensor:
         """The last block's output, normalised: [rows, hidden]."""
         eps = self.config.norm_eps
-        x = self.weights.embedding[torch.from_numpy(tokens).to(self.backend.device)]
+        x = self.weights.embedding(tokens)
         delta = torch.zeros_like(x)
         self._attention.begin(positions, slots, storage)
         for i, layer in enumerate(self.weights.layers):

@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from model.backend import HeadLayout, Linear, Rope, check_sizes
+from model.batch import IntArray
 from model.cpu import rows
 from model.cpu.attention import CpuAttention
 from model.cpu.jit import LANES
 from model.row_counts import CANDIDATES, RowCounts, probe_row_counts
 from model.storage import SlotStorage
+from model.stored_tensor import StoredTensor
 
 
 class CpuLinear:
@@ -39,15 +41,34 @@ class CpuLinear:
         return F.linear(x, self._weight, self._bias)
 
 
+class CpuEmbedding:
+    """A table in fp32."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self._table = table
+
+    def __call__(self, tokens: IntArray) -> torch.Tensor:
+        """See Embedding."""
+        return self._table[torch.from_numpy(tokens)]
+
+    def head(self) -> Linear:
+        """See Embedding."""
+        return CpuLinear(self._table, None)
+
+
 class CpuBackend:
     """See Backend."""
 
     device = torch.device("cpu")
     dtype = torch.float32
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    def linear(self, weights: Sequence[StoredTensor], bias: torch.Tensor | None = None) -> Linear:
         """See Backend."""
-        return CpuLinear(weight, bias)
+        return CpuLinear(torch.cat([weight.to_float32() for weight in weights]), bias)
+
+    def embedding(self, table: StoredTensor) -> CpuEmbedding:
+        """See Backend."""
+        return CpuEmbedding(table.to_float32())
 
     def row_counts(self, layers: Sequence[Linear], *, most: int | None = None) -> RowCounts:
         """See Backend."""

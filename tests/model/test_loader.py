@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from model import files as files_module
+from model.config import ModelError
 from model.files import INSTALL, find_model
-from model.loader import ModelError, load_model
+from model.loader import load_model
 from model.storage import SlotStorage
 from tests.model.test_transformer import forward, save_random_model
 
