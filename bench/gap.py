@@ -22,6 +22,7 @@ from bench.serving import served
 from bench.workload import Shape, build
 from engine_actor.clock import wall
 from engine_actor.engine import Engine
+from model.stored_tensor import StoredTensor
 from model.transformer import Transformer
 
 CONTEXT, OUTPUT = 128, 48
@@ -118,7 +119,7 @@ class Roofline:
         size = 4096 if device.type == "cuda" else 2048
         a = torch.randn(size, size, device=device).to(dtype)
         reading = _best(lambda: buffer.sum(), device)
-        layer = model.backend.linear(a)
+        layer = model.backend.linear([StoredTensor.of("square", a)])
         multiplying = min(_best(lambda: a @ a, device), _best(lambda: layer(a), device))
         return cls(buffer.nbytes / reading, 2 * size**3 / multiplying)
 

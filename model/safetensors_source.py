@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from model.config import ModelConfig, ModelError, base_frequencies, llama3_scaled, supported
 from model.files import ModelFiles
-from model.stored_tensor import FLOATS, StoredTensor
+from model.stored_tensor import StoredTensor
 
 
 class SafetensorsSource:
@@ -42,9 +42,7 @@ class SafetensorsSource:
 
     def tensor(self, name: str) -> StoredTensor:
         """See TensorSource."""
-        found: torch.Tensor = self._files[name].get_tensor(name)
-        kind = next(kind for kind, dtype in FLOATS.items() if dtype == found.dtype)
-        return StoredTensor(name, tuple(found.shape), kind, found.view(torch.uint8).numpy())
+        return StoredTensor.of(name, self._files[name].get_tensor(name))
 
 
 def _config_from_json(raw: Mapping[str, Any], directory: Path) -> ModelConfig:

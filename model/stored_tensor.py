@@ -28,6 +28,13 @@ class StoredTensor:
     type: StoredType
     data: npt.NDArray[np.uint8]
 
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> StoredTensor:
+        """A tensor of one of FLOATS, as it lies in memory."""
+        kind = next(kind for kind, dtype in FLOATS.items() if dtype == tensor.dtype)
+        data = tensor.contiguous().view(torch.uint8).cpu().numpy()
+        return cls(name, tuple(tensor.shape), kind, data)
+
     def to_float32(self) -> torch.Tensor:
         """Its own copy, dequantised. Raises NotImplementedError for blocks that the gguf package cannot."""
         if self.type in FLOATS:
