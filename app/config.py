@@ -70,6 +70,11 @@ class Settings(BaseModel):
         "prompts get the rest; empty: two for each slot, sixteen while requests wait for a slot or nobody "
         "decodes.",
     )
+    prefix_reuse: Literal["tenant", "all", "off"] = Field(
+        "tenant",
+        description="Whose computed beginnings of prompts a request may reuse: its tenant's, everybody's, "
+        "nobody's. The answer is the same, bit for bit.",
+    )
     policy: str = Field(
         "fcfs",
         description="Who is next: `fcfs`, `priority`, `fair`, `static`, or your own `package.module:Class`.",
@@ -166,6 +171,7 @@ class Settings(BaseModel):
             kv_budget_tokens=self.kv_budget_tokens,
             mode=self.mode,
             max_step_tokens=self.max_step_tokens,
+            prefix_reuse=self.prefix_reuse,
             policy=self.policy,
             policy_settings=self._weighted() if self.policy == "fair" else self.policy_settings,
             max_waiting=self.max_waiting,

@@ -16,6 +16,8 @@ class Usage:
         self.prompt_tokens = prompt_tokens
         self.completion_tokens = 0
         self.preemptions: dict[int, int] = {}
+        self.cached_tokens: dict[int, int] = {}
+        """By prompt: the fewest that any of its choices found computed."""
         self._include_preemptions = include_preemptions
 
     def body(self) -> dict[str, Any]:
@@ -24,6 +26,7 @@ class Usage:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self.cached_tokens.values())},
         }
         if self._include_preemptions:
             usage["completion_tokens_details"] = {"num_preemptions": sum(self.preemptions.values())}

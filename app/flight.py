@@ -25,6 +25,8 @@ class Flight:
     earlier_preemptions: int = 0
     """On engines that died."""
     preemptions: int = 0
+    cached_tokens: int | None = None
+    """What the first engine to answer found computed."""
     over: bool = False
     """Ended, or nobody wants it any more."""
     stream: int = 0
@@ -52,7 +54,14 @@ class Flight:
             self.last_token = time.monotonic()
         self.over = output.finish_reason is not None
         self.preemptions = self.earlier_preemptions + output.num_preemptions
-        self.outputs.put_nowait((self.sequence, replace(output, num_preemptions=self.preemptions)))
+        if self.cached_tokens is None:
+            self.cached_tokens = output.cached_tokens
+        self.outputs.put_nowait(
+            (
+                self.sequence,
+                replace(output, num_preemptions=self.preemptions, cached_tokens=self.cached_tokens),
+            )
+        )
         self.moved.set()
 
     def fail(self, reason: str) -> None:

@@ -81,6 +81,9 @@ class Job:
             elif output.sampled is not None:
                 self.usage.completion_tokens += 1
             self.usage.preemptions[sequence] = output.num_preemptions
+            cached = self.usage.cached_tokens
+            prompt = self.prompt_of(sequence)
+            cached[prompt] = min(output.cached_tokens, cached.get(prompt, output.cached_tokens))
             if piece.finish_reason is not None and output.finish_reason is None:
                 generation.end(sequence)
             yield sequence, piece, output

@@ -60,6 +60,8 @@ class _Generate(BaseModel):
     min_tokens: int = Field(0, ge=0)
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=MAX_STOP_TOKEN_IDS)
     priority: int = Field(0, ge=-(2**31), lt=2**31)
+    cache_salt: str | None = Field(None, max_length=256)
+    """Only requests of the same salt share computed prefixes (vLLM's field)."""
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     include_preemptions: bool = False
     """Adds `num_preemptions` to `usage.completion_tokens_details`."""

@@ -204,6 +204,7 @@ class Service:
                 eos_token_ids=self.tokenizer.eos_token_ids | self.info.eos_token_ids,
                 tenant=tenant,
                 priority=body.priority,
+                cache_salt=body.cache_salt or "",
                 arrival=arrival,
                 trace_context=carrier,
             )

@@ -43,6 +43,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         mode=config.mode,
         max_step_tokens=config.max_step_tokens,
         kv_budget=config.kv_budget_tokens,
+        prefix_reuse=config.prefix_reuse,
     )
     return engine, _describe(config, engine, model, storage, threads, bits)
 

@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal, cast
 
+from engine_actor.prefixes import block_keys
 from engine_actor.records import Interval, Share, StepRecord
 from engine_actor.request import FinishReason, Output, Phase, PreemptReason, Request
-from engine_actor.scheduler import Mode, Plan, Scheduler
+from engine_actor.scheduler import Mode, Plan, Reuse, Scheduler
 from engine_actor.slots import Slots
 from model.executor import Executor, Outcome, Sampled, Work
 from policies.base import Policy
@@ -43,12 +44,18 @@ class Engine:
         mode: Mode = "chunked",
         max_step_tokens: int | None = None,
         kv_budget: int | None = None,
+        prefix_reuse: Reuse = "tenant",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.executor = executor
-        self.slots = Slots(executor.num_slots, executor.max_len, executor.forget)
+        self.slots = Slots(executor.num_slots, executor.max_len, reuse=prefix_reuse != "off")
         self.scheduler = Scheduler(
-            self.slots, policy, mode=mode, max_step_tokens=max_step_tokens, kv_budget=kv_budget
+            self.slots,
+            policy,
+            mode=mode,
+            max_step_tokens=max_step_tokens,
+            kv_budget=kv_budget,
+            prefix_reuse=prefix_reuse,
         )
         self.clock = clock
         self.steps = 0
@@ -79,6 +86,8 @@ class Engine:
         request.queued = self.clock()
         request.sequence = self._submitted
         self._submitted += 1
+        if self.slots.reuse:
+            block_keys(self.scheduler.namespace(request), request.tokens, request.block_keys)
         self.requests[request.id] = request
         self.scheduler.policy.enqueue(request, request.queued)
 
@@ -113,7 +122,10 @@ class Engine:
         self.steps += 1
 
         with self._timed(record, "admit"):
+            evicted = self.slots.evicted
             plan = self.scheduler.plan(record.started)
+            self._arrange()
+            record.evicted = self.slots.evicted - evicted
         for works in plan.prefills:
             outputs += self._execute(works, record, "prefill")
         outputs += self._execute(plan.batch, record, "decode")
@@ -122,6 +134,11 @@ class Engine:
 
         self._describe(record, plan, outputs)
         return outputs, record
+
+    def _arrange(self) -> None:
+        if moves := self.slots.moves:
+            self.slots.moves = []
+            self.executor.arrange(moves)
 
     def _execute(
         self, works: list[Work], record: StepRecord, phase: Literal["prefill", "decode"]
@@ -176,7 +193,9 @@ class Engine:
         reason = request.stop_reason()
         if reason is not None:
             self._close(request, reason)
-        return Output(request.id, index, sampled, reason, None, scores, request.num_preemptions)
+        return Output(
+            request.id, index, sampled, reason, None, scores, request.num_preemptions, request.cached_tokens
+        )
 
     def _close(self, request: Request, reason: FinishReason) -> None:
         request.phase = Phase.FINISHED
@@ -192,6 +211,9 @@ class Engine:
 
     def _describe(self, record: StepRecord, plan: Plan, outputs: list[Output]) -> None:
         record.admitted = [request.id for request in plan.admitted]
+        record.reused = {request.id: tokens for request, tokens in plan.reused.items()}
+        record.copied = plan.copied
+        record.warm = self.slots.warm
         record.preempted = {request.id: reason for request, reason in plan.preempted.items()}
         record.finished = [output.request_id for output in outputs if output.finish_reason]
         record.waiting = self.waiting

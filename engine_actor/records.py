@@ -49,12 +49,20 @@ class StepRecord:
     padded_rows: int = 0
     """Rows computed, padding included."""
     admitted: list[str] = field(default_factory=list)
+    reused: dict[str, int] = field(default_factory=dict)
+    """Tokens that requests admitted in this step found computed, by id."""
+    copied: int = 0
+    """How many of them were copied from another slot."""
+    evicted: int = 0
+    """Tokens of warm slots forgotten in this step."""
     preempted: dict[str, PreemptReason] = field(default_factory=dict)
     """Why each lost its slot, by id."""
     finished: list[str] = field(default_factory=list)
     waiting: int = 0
     running: int = 0
     free_slots: int = 0
+    warm: list[int] = field(default_factory=list)
+    """Slots that are free and remember something."""
     kv_tokens: int = 0
     kv_budget: int = 0
     errors: int = 0

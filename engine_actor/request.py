@@ -39,6 +39,8 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     tenant: str = "default"
     priority: int = 0
+    cache_salt: str = ""
+    """Only requests of the same salt share prefixes (vLLM's field)."""
     arrival: float = 0.0
     """When the request reached the HTTP layer: TTFT counts from here, queue wait included."""
     resumed: list[int] = field(default_factory=list)
@@ -64,6 +66,12 @@ class Request:
     num_preemptions: int = 0
     recomputed_tokens: int = 0
     """Tokens prefilled more than once because a preemption forgot them."""
+    forgotten: int = 0
+    """Tokens that were computed when it was last preempted."""
+    cached_tokens: int = 0
+    """Tokens that it found computed when it was first admitted."""
+    block_keys: list[int] = field(default_factory=list)
+    """See engine_actor/prefixes.py."""
     prompt_scores: list[Sampled] = field(default_factory=list)
     """Log-probabilities of prompt tokens 1.. when asked for."""
 
@@ -109,3 +117,5 @@ class Output:
     """Sent once, with the first token."""
     num_preemptions: int = 0
     """Of the request, so far."""
+    cached_tokens: int = 0
+    """Prompt tokens of the request that need not be computed."""

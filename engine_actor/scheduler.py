@@ -11,12 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
+from engine_actor.prefixes import BLOCK, block_keys
 from engine_actor.request import NO_SLOT, Phase, PreemptReason, Request
-from engine_actor.slots import Slots
+from engine_actor.slots import Prefix, Slots
 from model.executor import Work
 from policies.base import Policy
 
 Mode = Literal["separate", "batched", "chunked"]
+Reuse = Literal["tenant", "all", "off"]
+"""Who may reuse whose computed prefixes. Across tenants, the time to the first token would tell one of them
+what another has sent."""
 
 MAX_SCORED_ROWS = 256
 """Rows of prompts that bring their logits in one forward: each is as wide as the vocabulary."""
@@ -37,6 +41,10 @@ class Plan:
     batch: list[Work] = field(default_factory=list)
     """A row of each request that decodes, then chunks of prompts."""
     admitted: list[Request] = field(default_factory=list)
+    reused: dict[Request, int] = field(default_factory=dict)
+    """Tokens that those admitted found computed."""
+    copied: int = 0
+    """How many of them another slot holds."""
     preempted: dict[Request, PreemptReason] = field(default_factory=dict)
 
 
@@ -57,6 +65,7 @@ class Scheduler:
         mode: Mode = "chunked",
         max_step_tokens: int | None = None,
         kv_budget: int | None = None,
+        prefix_reuse: Reuse = "tenant",
     ) -> None:
         if mode == "chunked" and max_step_tokens is not None and max_step_tokens <= slots.count:
             raise ValueError(
@@ -67,6 +76,7 @@ class Scheduler:
         self.policy = policy
         self.mode = mode
         self.max_step_tokens = max_step_tokens
+        self.prefix_reuse = prefix_reuse
         self.kv_budget = slots.count * slots.max_len if kv_budget is None else kv_budget
         self.running: list[Request] = []
         """Slot holders in order of admission."""
@@ -97,14 +107,17 @@ class Scheduler:
         """Choose this step's work: keep the running ones within budget, then admit, then share rows."""
         plan = Plan()
         demand = self._shrink(plan, now)
-        self._admit(plan, demand, now)
+        demand = self._admit(plan, demand, now)
+        self.slots.evict(max(0, self.kv_budget - demand))
         decoding = Phase.DECODE
         plan.batch = [Work(r, r.slot, r.computed, 1) for r in self.running if r.phase is decoding]
-        plan.batch += [Work(r, r.slot, len(r.tokens) - 1, 1, idle=True) for r in self.lingering]
+        for r in self.lingering:
+            # Not beyond what it has computed: an aborted one may have had more before it.
+            plan.batch.append(Work(r, r.slot, min(r.computed, len(r.tokens) - 1), 1, idle=True))
         prefilling = [r for r in self.running if r.phase is not decoding]
         if not prefilling:
             return plan
-        prefilling = cast(list[Request], self.policy.order(prefilling, now))
+        prefilling = self._without_repeats(plan, cast(list[Request], self.policy.order(prefilling, now)))
         if self.mode == "chunked":
             self._chunk(plan, prefilling)
         else:
@@ -122,7 +135,8 @@ class Scheduler:
         if self.policy.releases(len(self.running)):
             for request in self.lingering:
                 self.policy.finish(request)
-                self.slots.release(request.slot)
+                # What failed may have left anything.
+                self.slots.release(request.slot, remember=request.finish_reason != "error")
                 request.slot = NO_SLOT
             self.lingering = []
         else:
@@ -130,11 +144,11 @@ class Scheduler:
                 self.slots.clear(request.slot)
 
     def _preempt(self, request: Request, reason: PreemptReason, plan: Plan, now: float) -> None:
-        """Forget the KV, keep the tokens: the request waits again and will recompute."""
+        """Give up the slot, keep the tokens: the request waits again and recomputes what was forgotten."""
         self.running.remove(request)
         self.slots.release(request.slot)
         request.slot = NO_SLOT
-        request.recomputed_tokens += request.computed
+        request.forgotten = request.computed
         request.computed = 0
         request.num_preemptions += 1
         request.phase = Phase.WAITING
@@ -156,12 +170,15 @@ class Scheduler:
                 self._preempt(victim, "kv", plan, now)
         return demand
 
-    def _admit(self, plan: Plan, demand: int, now: float) -> None:
+    def _admit(self, plan: Plan, demand: int, now: float) -> int:
+        """Give slots to whom the policy names next while there is room; returns the tokens then cached."""
         while (head := cast(Request | None, self.policy.peek(now))) is not None:
-            if not self._fits(head, self.slots.free, demand, len(self.running)):
+            prefix = self._prefix(head) if self.slots.free else None
+            reused = prefix.length if prefix else 0
+            if not self._fits(head, self.slots.free, demand, len(self.running), reused):
                 yielding = self._yielding(head, plan, demand, now)
                 if not yielding:
-                    return
+                    break
                 for request in yielding:
                     demand -= len(request.tokens)
                     self._preempt(request, "displaced", plan, now)
@@ -169,22 +186,43 @@ class Scheduler:
             self.policy.admit(head, now)
             if head.admitted is None:
                 head.admitted = now
+                head.cached_tokens = min(reused, head.prompt_len)
                 # Tokens that another engine produced mean that it was charged for the prompt, too.
-                self.policy.charge(head, 0 if head.resumed else head.prompt_len, 0)
-            head.slot = self.slots.allocate(head.id)
+                self.policy.charge(head, 0 if head.resumed else head.prompt_len - head.cached_tokens, 0)
+            head.recomputed_tokens += max(0, head.forgotten - reused)
+            head.slot = self.slots.allocate(head.id, self.namespace(head), prefix)
+            head.computed = reused
+            if prefix:
+                plan.reused[head] = prefix.length
+                plan.copied += prefix.length if prefix.source != head.slot else 0
             head.phase = Phase.PREFILL
             self.running.append(head)
             plan.admitted.append(head)
             demand += len(head.tokens)
+        return demand
 
-    def _fits(self, request: Request, free_slots: int, demand: int, neighbours: int) -> bool:
+    def namespace(self, request: Request) -> tuple[str, str]:
+        """Requests of one namespace may share prefixes."""
+        return (request.tenant if self.prefix_reuse == "tenant" else "", request.cache_salt)
+
+    def _reusable(self, request: Request) -> int:
+        """Leading tokens that need no logits: not the last one, and no prompt token that is to be scored."""
+        scored = request.params.prompt_logprobs is not None
+        return min(len(request.tokens) - 1, len(request.prompt_scores)) if scored else len(request.tokens) - 1
+
+    def _prefix(self, request: Request) -> Prefix | None:
+        """What some slot holds of the request."""
+        most = self._reusable(request)
+        return self.slots.find(self.namespace(request), request.tokens, request.block_keys, most)
+
+    def _fits(self, request: Request, free_slots: int, demand: int, neighbours: int, reused: int = 0) -> bool:
         """Whether there is a slot, and KV for the request and for all growth until it is prefilled."""
         if neighbours == 0:
             # An empty pool holds whatever was let in at the door.
             return free_slots > 0
         tokens, steps = len(request.tokens), 1
         if self.mode == "chunked":
-            steps = math.ceil(tokens / max(1, self._least_step_tokens - neighbours))
+            steps = math.ceil((tokens - reused) / max(1, self._least_step_tokens - neighbours))
         return free_slots > 0 and demand + tokens + (neighbours + 1) * steps <= self.kv_budget
 
     def _yielding(self, head: Request, plan: Plan, demand: int, now: float) -> list[Request]:
@@ -197,6 +235,40 @@ class Scheduler:
             if self._fits(head, self.slots.free + count, demand, len(self.running) - count):
                 return list(candidates[:count])
         return list(candidates) if self.policy.insists else []
+
+    def _without_repeats(self, plan: Plan, prefilling: list[Request]) -> list[Request]:
+        """Leave out who would compute what another computes before it: it has a copy once that is done."""
+        if not self.slots.reuse:
+            return prefilling
+        chosen: list[Request] = []
+        under_way: set[int] = set()
+        for request in prefilling:
+            if (key := self._next_key(request)) is not None and self.slots.known(key):
+                self._catch_up(request, plan)
+                key = self._next_key(request)
+            if key not in under_way:
+                chosen.append(request)
+                if key is not None:
+                    under_way.add(key)
+        return chosen
+
+    def _next_key(self, request: Request) -> int | None:
+        """Of the block that the request computes next; None if nobody else could compute it."""
+        block = request.computed // BLOCK
+        if (block + 1) * BLOCK > self._reusable(request):
+            return None
+        return block_keys(self.namespace(request), request.tokens, request.block_keys)[block]
+
+    def _catch_up(self, request: Request, plan: Plan) -> None:
+        """Copy what others have computed of the request since it was admitted."""
+        prefix = self._prefix(request)
+        if prefix is None or (gained := prefix.length - request.computed) <= 0:
+            return
+        self.slots.adopt(request.slot, prefix)
+        plan.reused[request] = plan.reused.get(request, 0) + gained
+        plan.copied += prefix.length
+        request.computed = prefix.length
+        request.cached_tokens = max(request.cached_tokens, min(prefix.length, request.prompt_len))
 
     def _whole(self, prefilling: list[Request]) -> list[list[Work]]:
         """Whole prompts, each in its own forward or all in one; those to be scored in pieces."""

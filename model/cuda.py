@@ -85,7 +85,7 @@ class CudaBackend:
         check_sizes(num_slots, max_len)
         shape = (n_layer, num_slots + 1, math.ceil(max_len / PAGE) * PAGE, n_kv_head, head_dim)
         keys, values = (torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2))
-        return SlotStorage(keys, values, max_len=max_len, poison=poison)
+        return SlotStorage(keys, values, max_len=max_len, position_axis=2, poison=poison)
 
     def add_rms_norm(
         self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float

@@ -122,6 +122,15 @@ class Executed:
     """Forwards that failed, or whose every request did."""
 
 
+@dataclass(frozen=True, slots=True)
+class Move:
+    """From now on `slot` holds `length` tokens: the first of those that `source` holds, or of its own."""
+
+    slot: int
+    length: int
+    source: int | None = None
+
+
 class DeviceLostError(RuntimeError):
     """The device is of no use any more, and no request is to blame: its engine has to start again."""
 
@@ -147,6 +156,6 @@ class Executor(Protocol):
         """
         ...
 
-    def forget(self, slot: int) -> None:
-        """Nobody will read what the slot holds."""
+    def arrange(self, moves: Sequence[Move]) -> None:
+        """Carry out the moves, in order, before the next execution."""
         ...

@@ -12,7 +12,7 @@ import torch
 
 from model import sampler
 from model.batch import Batch, SlotModel
-from model.executor import DeviceLostError, Executed, Outcome, Sampled, Stage, Work
+from model.executor import DeviceLostError, Executed, Move, Outcome, Sampled, Stage, Work
 from model.sampler import InvalidLogits
 from model.storage import SlotStorage
 
@@ -41,9 +41,12 @@ class ModelExecutor:
     def vocab_size(self) -> int:
         return self.model.vocab_size
 
-    def forget(self, slot: int) -> None:
+    def arrange(self, moves: Sequence[Move]) -> None:
         """See Executor."""
-        self.storage.forget(slot)
+        for move in moves:
+            if move.source is not None:
+                self.storage.copy(move.source, move.slot, move.length)
+            self.storage.forget(move.slot, move.length)
 
     def execute(self, works: Sequence[Work]) -> Executed:
         """See Executor. A forward that fails is repeated for each of its requests alone, where all but the

@@ -98,7 +98,7 @@ class CpuBackend:
         region = (n_layer, num_slots + 1, n_kv_head)
         keys = torch.zeros(*region, blocks, head_dim, LANES)
         values = torch.zeros(*region, blocks * LANES, width)
-        return SlotStorage(keys, values, max_len=max_len, poison=poison)
+        return SlotStorage(keys, values, max_len=max_len, position_axis=3, key_block=LANES, poison=poison)
 
     def add_rms_norm(
         self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float

@@ -131,7 +131,8 @@ def test_a_chat_answer_has_openais_shape_streamed_or_not(tokenizer: Tokenizer) -
         assert final["choices"][0]["finish_reason"] == choice["finish_reason"]
         assert all(chunk["usage"] is None for chunk in streamed[:-1])
         assert last["choices"] == []
-        assert last["usage"] == usage
+        # What the second finds computed is no part of the answer.
+        assert last["usage"] | {"prompt_tokens_details": usage["prompt_tokens_details"]} == usage
         assert {(c["id"], c["object"], c["created"], c["model"]) for c in streamed} == {
             (first["id"], "chat.completion.chunk", first["created"], MODEL)
         }
@@ -243,7 +244,8 @@ def test_echo_alone_scores_a_prompt(tokenizer: Tokenizer) -> None:
         answer = (await s.post("/v1/completions", **body)).json()
         assert answer["choices"][0]["text"] == text
         assert answer["choices"][0]["logprobs"]["tokens"] == [tokenizer.token_text(t) for t in prompt]
-        assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 0, "total_tokens": 3}
+        usage = answer["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (3, 0, 3)
         streamed = events(await s.post("/v1/completions", **body, stream=True))
         assert "".join(chunk["choices"][0]["text"] for chunk in streamed) == text
 

@@ -472,7 +472,9 @@ def test_preemptions_are_logged_once_a_second_at_most(caplog: pytest.LogCaptureF
 def test_the_default_step_is_short_while_it_would_hold_up_decodes_and_nobody_queues() -> None:
     engine = Engine(ModelExecutor(FakeModel(), fake_storage(num_slots=4, max_len=256)), Fcfs())
     for number in range(4):
-        engine.submit(Request(f"r{number}", [1] * 100, SamplingParams(max_tokens=50), arrival=float(number)))
+        engine.submit(
+            Request(f"r{number}", [number] * 100, SamplingParams(max_tokens=50), arrival=float(number))
+        )
     rows = [engine.step()[1].rows for _ in range(3)]
     engine.submit(Request("waits", [1], SamplingParams(max_tokens=1), arrival=9.0))
     rows += [engine.step()[1].rows for _ in range(3)]
