@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from bench.report import REPO
+from bench.origin import REPO
 
 ASK = "import sys, {module}; print([name for name in ('torch', 'numba') if name in sys.modules])"
 
