@@ -23,7 +23,7 @@ from app.observe import Observatory
 from app.ray_engines import SupervisorDirectory
 from app.service import Service
 from app.tenants import Tenants, digest
-from app.text import Tokenizer
+from app.tokenizer import Tokenizer
 from app.tracing import TracingMiddleware, open_tracer
 from engine_actor.span_export import SpanSink, open_sink
 from engine_actor.supervisor import Supervisor

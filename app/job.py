@@ -23,7 +23,7 @@ from app.responses import (
     prompt_logprobs,
 )
 from app.schemas import ChatRequest, CompletionRequest
-from app.text import Tokenizer
+from app.tokenizer import Tokenizer
 from app.tracing import RequestTrace
 from engine_actor.request import Output
 

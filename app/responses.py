@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from app.envelope import finite
-from app.text import Detokenizer, StopStrings, Tokenizer
+from app.text import Detokenizer, StopStrings
+from app.tokenizer import Tokenizer
 from engine_actor.request import Output
 from model.executor import Sampled
 

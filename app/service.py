@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.requests import ClientDisconnect
 
 from app.api_error import ApiError, invalid
+from app.chat_template import TemplateError
 from app.config import Settings
 from app.engine_client import EngineClient, NoEngineError, QueueFullError
 from app.envelope import Envelope
@@ -28,7 +29,7 @@ from app.schemas import (
 )
 from app.seeds import choice_seed, random_seed
 from app.tenants import Tenants
-from app.text import TemplateError, Tokenizer
+from app.tokenizer import Tokenizer
 from app.tracing import trace_of
 from engine_actor import request as engine_request
 from engine_actor.messages import EngineInfo

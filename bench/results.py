@@ -48,6 +48,7 @@ ENTRIES = (
     Entry("The engine against its own linear layers", "throughput"),
     Entry("Where a step's time goes", "gap"),
     Entry("Beside other engines", "peers"),
+    Entry("Tokens as others read them", "tokens"),
     Entry("A KV pool that is too small", "starve"),
     Entry("Two tenants", "fair"),
     Entry("Urgent requests", "priority"),

@@ -19,7 +19,7 @@ from app.ingress import create_app
 from app.schemas import MAX_LOGIT_BIAS, MAX_STOP_LENGTH, MAX_STOPS, MAX_USER_LENGTH
 from app.service import Service
 from app.tenants import Tenants, digest
-from app.text import Tokenizer
+from app.tokenizer import Tokenizer
 from model.files import find_model
 from tests.app.engines import POISON, LocalDirectory, build_toy
 from tests.fakes import VOCAB

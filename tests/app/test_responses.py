@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.responses import Answer, Choice, Token, chat_logprobs, completion_logprobs, prompt_logprobs
-from app.text import Tokenizer
+from app.tokenizer import Tokenizer
 from engine_actor.request import FinishReason, Output
 from model.executor import Sampled
 

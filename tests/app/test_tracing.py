@@ -19,7 +19,7 @@ from app.engine_client import EngineClient
 from app.ingress import create_app
 from app.service import Service
 from app.tenants import Tenants
-from app.text import Tokenizer
+from app.tokenizer import Tokenizer
 from engine_actor.span_export import STARTUP_SPAN, SpanSink
 from tests.app.engines import POISON, LocalDirectory, build_toy
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.text import Tokenizer
+from app.tokenizer import Tokenizer
 from bench import compare, variance, workload
 from bench.__main__ import main
 from bench.samples import mean_of

@@ -18,7 +18,7 @@ from app.ingress import create_app
 from app.live import EngineView
 from app.service import Service
 from app.tenants import Tenants
-from app.text import Tokenizer
+from app.tokenizer import Tokenizer
 from engine_actor.engine import Engine
 from engine_actor.messages import EngineInfo
 from model.model_executor import ModelExecutor
