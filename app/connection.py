@@ -38,6 +38,19 @@ class Connection:
         return 0 if self.info is None else self.info.slots
 
     @property
+    def fingerprint(self) -> str | None:
+        return None if self.info is None else self.info.fingerprint
+
+    @property
+    def waiting(self) -> int:
+        return self.status.waiting
+
+    @property
+    def free_kv(self) -> int:
+        """As it last said, less what was placed there since."""
+        return self.status.free_kv - self.promised
+
+    @property
     def held(self) -> int:
         """Requests that run or wait there, or are on their way from here, as far as is known."""
         return max(self.status.running + self.status.waiting, len(self.flights))

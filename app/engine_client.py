@@ -18,6 +18,7 @@ from app.connection import Connection
 from app.engine_port import Directory, DirectoryLostError, Engine, EngineLostError, NotAttachedError
 from app.flight import Flight
 from app.generation import Generation
+from app.placement import best
 from engine_actor.messages import LEASE_SECONDS, EngineFailedError, EngineInfo, EngineStatus, Frame
 from engine_actor.request import FinishReason, Request
 
@@ -136,14 +137,9 @@ class EngineClient:
         return [c for c in live if max(c.status.stalled, c.silent) <= LEASE_SECONDS] or live
 
     def _best(self, fingerprint: str | None, refused: Collection[Connection]) -> Connection:
-        """The engine with most free KV, of those that answer and have not refused.
-
-        If there is one, it computes like `fingerprint` and, as far as is known here, its queue has room.
-        """
+        """The best of those that answer and have not refused."""
         willing = [c for c in self._answering() if c not in refused]
-        alike = [c for c in willing if c.info and c.info.fingerprint == fingerprint] or willing
-        roomy = [c for c in alike if c.held < c.slots + self._max_waiting] or alike
-        return max(roomy, key=lambda c: (c.status.free_kv - c.promised, -c.status.waiting))
+        return best(willing, fingerprint, self._max_waiting)
 
     async def _place_new(self, flights: Sequence[Flight]) -> None:
         """Place flights for the first time; what one engine refuses is offered to the others.
@@ -164,14 +160,14 @@ class EngineClient:
         """Share flights out, each to the engine with most free KV but for those that have `refused`."""
         shares: dict[Connection, list[Flight]] = {}
         for flight in flights:
-            best = self._best(flight.fingerprint, refused)
-            assert best.info is not None
-            if not flight.place(best.info.fingerprint):
-                log.warning("%s goes on where bits may differ, on %s", flight.request.id, best.name)
-            best.promised += len(flight.request.prompt) + len(flight.tokens)
+            chosen = self._best(flight.fingerprint, refused)
+            assert chosen.info is not None
+            if not flight.place(chosen.info.fingerprint):
+                log.warning("%s goes on where bits may differ, on %s", flight.request.id, chosen.name)
+            chosen.promised += len(flight.request.prompt) + len(flight.tokens)
             # Registered before it is sent: a frame may overtake the answer, and a death must find it.
-            best.flights[flight.request.id] = flight
-            shares.setdefault(best, []).append(flight)
+            chosen.flights[flight.request.id] = flight
+            shares.setdefault(chosen, []).append(flight)
         sends = [self._send(c, c.engine, share, again) for c, share in shares.items() if c.engine]
         return [refusal for refusal in await asyncio.gather(*sends) if refusal is not None]
 
