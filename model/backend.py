@@ -48,8 +48,8 @@ class Linear(Protocol):
 class Embedding(Protocol):
     """A vector for each token."""
 
-    def __call__(self, tokens: IntArray) -> torch.Tensor:
-        """[rows] token ids to [rows, width], which may be overwritten."""
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[rows] token ids, on the device, to [rows, width], which may be overwritten."""
         ...
 
     def head(self) -> Linear:
@@ -84,6 +84,8 @@ class Backend(Protocol):
     device: torch.device
     dtype: torch.dtype
     """What weights and activations are computed in."""
+    most_head_rows: int
+    """Rows of one product with the output head: few rows sample, and its products are large."""
 
     def linear(self, weights: Sequence[StoredTensor], bias: torch.Tensor | None = None) -> Linear:
         """A linear layer of several weights [part of out, in], one below the other, and of `bias` [out];

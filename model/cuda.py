@@ -1,22 +1,23 @@
-"""NVIDIA GPUs: the library's matrix products, FlashAttention over pages, torch for the rest."""
+"""NVIDIA GPUs: the library's matrix products, FlashAttention over pages, recorded kernels (CUDA graphs)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from model.backend import HeadLayout, Linear, Rope, check_sizes
-from model.batch import IntArray
-from model.row_counts import CANDIDATES, RowCounts, probe_row_counts
+from model.paged_attention import PAGE, PagedAttention, VarlenKernel, plain_varlen_attn
+from model.row_counts import RowCounts, probe_row_counts
 from model.storage import SlotStorage
 from model.stored_tensor import StoredTensor
 
-PAGE = 256
-"""FlashAttention's pages, one per slot here, come in multiples of this many positions."""
+ROW_COUNTS = (1, 8, 16, 32, 48, *range(64, 257, 32), 320, 384, 448, 512, 768, 1024, 1536, 2048)
+"""Row counts tried. Up to some 300 rows a product takes as long as reading its weights, so few are enough."""
+LEAST_CAPABILITY = (8, 0)
+"""FlashAttention and bfloat16 begin with Ampere."""
 
 
 class CudaLinear:
@@ -37,9 +38,9 @@ class CudaEmbedding:
     def __init__(self, table: torch.Tensor) -> None:
         self._table = table
 
-    def __call__(self, tokens: IntArray) -> torch.Tensor:
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         """See Embedding."""
-        return self._table[torch.from_numpy(tokens).to(self._table.device)]
+        return self._table[tokens]
 
     def head(self) -> Linear:
         """See Embedding."""
@@ -47,11 +48,26 @@ class CudaEmbedding:
 
 
 class CudaBackend:
-    """See Backend. bfloat16 or float16."""
+    """See Backend. bfloat16 or float16, added up in fp32.
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    It runs on a CPU too, in fp32 and with plain attention, where it is as slow as it is simple: so that what
+    a GPU would run can be tested without one.
+    """
+
+    most_head_rows = 256
+
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, candidates: Sequence[int] = ROW_COUNTS
+    ) -> None:
         self.device = device
         self.dtype = dtype
+        self._candidates = candidates
+        if device.type == "cuda":
+            # Sums over the whole inner dimension in one go: split in parts, by how many rows there are, and
+            # the parts rounded, a row's bits would depend on its company. Only cuBLASLt lets itself be told.
+            torch.backends.cuda.preferred_blas_library("cublaslt")
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
+            torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)
 
     def linear(self, weights: Sequence[StoredTensor], bias: torch.Tensor | None = None) -> Linear:
         """See Backend."""
@@ -64,12 +80,20 @@ class CudaBackend:
 
     def row_counts(self, layers: Sequence[Linear], *, most: int | None = None) -> RowCounts:
         """See Backend."""
-        counts = [count for count in CANDIDATES if most is None or count <= most]
+        counts = [count for count in self._candidates if most is None or count <= most]
         return probe_row_counts(layers, counts, self.device, self.dtype)
 
-    def attention(self, layout: HeadLayout, rope: Rope) -> CudaAttention:
+    def attention(self, layout: HeadLayout, rope: Rope) -> PagedAttention:
         """See Backend."""
-        return CudaAttention(layout, rope)
+        return PagedAttention(layout, rope, self._kernel(layout))
+
+    def _kernel(self, layout: HeadLayout) -> VarlenKernel:
+        # What FlashAttention 2 can do, by its source.
+        if self.device.type == "cpu" or layout.head_dim % 8 or layout.head_dim > 256:
+            return plain_varlen_attn
+        from torch.nn.attention.varlen import varlen_attn
+
+        return varlen_attn
 
     def storage(
         self,
@@ -100,70 +124,37 @@ class CudaBackend:
         return F.silu(gate) * up
 
 
-class CudaAttention:
-    """FlashAttention over pages, where a slot is one page and so is read in place.
+class CudaRuntime:
+    """See Runtime: the current stream of a device, and CUDA graphs that share their memory."""
 
-    `num_splits=1` keeps one order of keys per query row whatever the batch (torch documents the
-    result as bitwise independent of it).
-    """
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def __init__(self, layout: HeadLayout, rope: Rope) -> None:
-        from torch.nn.attention.varlen import varlen_attn
+    def memory(self, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Runtime."""
+        host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+        return host, torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
 
-        self._varlen_attn = varlen_attn
-        self._layout = layout
-        self._rope = rope
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See Runtime."""
+        target.copy_(source, non_blocking=True)
 
-    def begin(self, positions: IntArray, slots: IntArray, storage: SlotStorage) -> None:
-        """Copy to the device where each run of rows begins, its slot, and its length."""
-        device = storage.keys.device
-        starts = np.flatnonzero(
-            np.r_[True, (slots[1:] != slots[:-1]) | (positions[1:] != positions[:-1] + 1)]
-        )
-        ends = np.r_[starts[1:], len(slots)]
-        self._storage = storage
-        self._longest_run = int((ends - starts).max())
-        self._longest = int(positions.max()) + 1
-        self._run_bounds = torch.from_numpy(np.r_[starts, len(slots)]).to(device, torch.int32)
-        self._lengths = torch.from_numpy(positions[ends - 1] + 1).to(device, torch.int32)
-        self._block_table = torch.from_numpy(slots[starts]).to(device, torch.int32).unsqueeze(1)
-        self._positions = torch.from_numpy(positions).to(device)
-        self._slots = torch.from_numpy(slots).to(device)
-        self._cos = self._rope.cos[self._positions].unsqueeze(1)
-        self._sin = self._rope.sin[self._positions].unsqueeze(1)
+    def wait(self) -> None:
+        """See Runtime."""
+        self._done.record()
+        self._done.synchronize()
 
-    def __call__(
-        self, layer: int, qkv: torch.Tensor, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None
-    ) -> torch.Tensor:
-        """See Attention."""
-        layout = self._layout
-        heads = [layout.n_head, layout.n_kv_head, layout.n_kv_head]
-        q, k, v = torch.split(qkv.view(len(qkv), -1, layout.head_dim), heads, dim=1)
-        keys, values = self._storage.keys[layer], self._storage.values[layer]
-        keys[self._slots, self._positions] = self._head(k, k_norm)
-        values[self._slots, self._positions] = v
-        out = self._varlen_attn(
-            self._head(q, q_norm),
-            keys,
-            values,
-            self._run_bounds,
-            None,
-            self._longest_run,
-            self._longest,
-            scale=1.0 / math.sqrt(layout.head_dim),
-            window_size=(-1, 0),
-            enable_gqa=layout.n_head != layout.n_kv_head,
-            seqused_k=self._lengths,
-            block_table=self._block_table,
-            num_splits=1,
-        )
-        assert isinstance(out, torch.Tensor)
-        return out.reshape(len(qkv), -1)
-
-    def _head(self, x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
-        """Normalise and rotate heads: [rows, heads, head_dim], rotated in fp32."""
-        if norm is not None:
-            x = F.rms_norm(x, norm.shape, norm, self._layout.norm_eps)
-        first, second = x.float().chunk(2, dim=-1)
-        rotated = (first * self._cos - second * self._sin, second * self._cos + first * self._sin)
-        return torch.cat(rotated, dim=-1).to(x.dtype)
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """See Runtime."""
+        beside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            work()  # libraries choose and load their kernels now, which cannot be recorded
+        torch.cuda.current_stream().wait_stream(beside)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of the process have nothing to do with it.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            work()
+        return graph.replay

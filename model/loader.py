@@ -21,13 +21,14 @@ def load_model(
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
+    backend: Backend | None = None,
 ) -> Transformer:
     """Load a GGUF file, a Hugging Face directory or (None) the packaged model.
 
-    Defaults: CUDA and bf16 where there is one, else CPU and fp32. Raises FileNotFoundError if there
-    is no such model and ModelError if it is not a supported or not a whole one.
+    Defaults: CUDA and bf16 where there is one, else CPU and fp32, with the backend for that. Raises
+    FileNotFoundError if there is no such model and ModelError if it is not a supported or not a whole one.
     """
-    backend = choose_backend(device, dtype)
+    backend = backend or choose_backend(device, dtype)
     files = find_model(path)
     source: TensorSource = SafetensorsSource(files) if files.gguf_file is None else GgufSource(files)
     _check_heads(source.config)

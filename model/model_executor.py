@@ -53,24 +53,31 @@ class ModelExecutor:
         culprit get the bits they would have got.
         """
         started = time.perf_counter()
-        batch = _batch(works)
-        logits = _attempt(self.model.forward, batch, self.storage)
-        computed = time.perf_counter()
-        if isinstance(logits, Exception):
-            failed: Stage = ("forward", computed - started)
+        batch = batch_of(works)
+        computed = _attempt(self._compute, works, batch)
+        if isinstance(computed, Exception):
+            failed: Stage = ("forward", time.perf_counter() - started)
             if len(works) == 1:
-                alone = Outcome(error=str(logits), computed=False)
+                alone = Outcome(error=str(computed), computed=False)
                 return Executed([alone], [failed], forwards=0, failures=1)
-            log.error("a forward of %d requests failed: %s", len(works), logits)
+            log.error("a forward of %d requests failed: %s", len(works), computed)
             return _joined(Executed([], [failed], 0, 0, 0, 1), [self.execute([work]) for work in works])
-        outcomes = _outcomes(works, logits)
+        outcomes, stages = computed
         return Executed(
             outcomes,
-            [("forward", computed - started), ("sample", time.perf_counter() - computed)],
+            stages,
             rows=len(batch) - sum([work.count for work in works if work.idle]),
             padded_rows=self.model.row_count(len(batch)),
             failures=int(all(outcome.error is not None for outcome in outcomes)),
         )
+
+    def _compute(self, works: Sequence[Work], batch: Batch) -> tuple[list[Outcome], list[Stage]]:
+        """What comes of each work, and what that took."""
+        started = time.perf_counter()
+        logits = self.model.forward(batch, self.storage)
+        computed = time.perf_counter()
+        outcomes = _outcomes(works, logits)
+        return outcomes, [("forward", computed - started), ("sample", time.perf_counter() - computed)]
 
 
 def _joined(first: Executed, rest: Sequence[Executed]) -> Executed:
@@ -88,7 +95,7 @@ def _joined(first: Executed, rest: Sequence[Executed]) -> Executed:
     return first
 
 
-def _batch(works: Sequence[Work]) -> Batch:
+def batch_of(works: Sequence[Work]) -> Batch:
     """The rows of a forward. Those that are scored bring logits, and each sequence's last."""
     tokens: list[int] = []
     positions: list[int] = []

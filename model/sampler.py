@@ -25,7 +25,7 @@ def sample(logits: torch.Tensor, sequences: Sequence[Sequenced]) -> list[Sampled
     best, likeliest = logits.max(dim=-1)  # the maximum of a row with a NaN is NaN
     _check(best)
     tokens = likeliest.tolist()
-    altered = [i for i, sequence in enumerate(sequences) if not _plain_greedy(sequence)]
+    altered = [i for i, s in enumerate(sequences) if not plain_greedy(s, len(s.tokens))]
     if altered:
         for i, token in zip(altered, _choose(logits[altered], [sequences[i] for i in altered]), strict=True):
             tokens[i] = token
@@ -84,15 +84,22 @@ def _check(best: torch.Tensor) -> None:
         raise InvalidLogits("the model's logits are not finite")
 
 
-def _plain_greedy(sequence: Sequenced) -> bool:
+def plain_greedy(sequence: Sequenced, length: int) -> bool:
+    """Whether the token after the first `length` of a sequence is the likeliest one, as the model has it."""
     p = sequence.params
     return p.temperature == 0 and not (
         p.logit_bias
         or p.repetition_penalty != 1
         or p.frequency_penalty
         or p.presence_penalty
-        or len(sequence.tokens) - sequence.prompt_len < p.min_tokens
+        or length - sequence.prompt_len < p.min_tokens
     )
+
+
+def end_tokens(sequence: Sequenced, vocab_size: int) -> list[int]:
+    """What ends the sequence. A tokenizer may know an end token that the model's vocabulary lacks."""
+    ends = {*sequence.eos_token_ids, *sequence.params.stop_token_ids}
+    return [token for token in ends if token < vocab_size]
 
 
 def _choose(logits: torch.Tensor, sequences: list[Sequenced]) -> list[int]:
@@ -124,9 +131,7 @@ def _adjust(row: npt.NDArray[np.float32], sequence: Sequenced) -> None:
         row[token] += bias
     output = sequence.tokens[sequence.prompt_len :]
     if len(output) < p.min_tokens:
-        # A tokenizer may know an end token that the model's vocabulary lacks.
-        ends = [token for token in (*sequence.eos_token_ids, *p.stop_token_ids) if token < len(row)]
-        row[ends] = -np.inf
+        row[end_tokens(sequence, len(row))] = -np.inf
     if p.repetition_penalty != 1:
         seen = np.unique(sequence.tokens)
         row[seen] = np.where(

@@ -17,8 +17,6 @@ from model.batch import Batch, IntArray
 from model.config import ModelConfig
 from model.storage import SlotStorage
 
-MOST_HEAD_ROWS = 64
-"""Rows of one product with the output head: few rows sample, and its products are large."""
 CHECKED_TOKENS = 300
 CHECKED_ROWS = 16
 """What the last start-up check compares: so many rows at the end of a sequence of so many tokens."""
@@ -60,10 +58,10 @@ class Transformer:
         self.backend = backend
         layout = HeadLayout(config.n_head, config.n_kv_head, config.head_dim, config.norm_eps)
         rope = Rope(weights.inverse_frequencies, config.context, backend.device)
-        self._attention = backend.attention(layout, rope)
+        self.attention = backend.attention(layout, rope)
         first = weights.layers[0]
         self.row_counts = backend.row_counts([first.qkv, first.output, first.gate_up, first.down])
-        self.head_row_counts = backend.row_counts([weights.head], most=MOST_HEAD_ROWS)
+        self.head_row_counts = backend.row_counts([weights.head], most=backend.most_head_rows)
         self.exact = self.row_counts.exact and self.head_row_counts.exact and company_changes_nothing(self)
         """Whether logits are a function of a sequence alone, as far as the start-up checks can tell."""
 
@@ -92,22 +90,23 @@ class Transformer:
 
         Raises ValueError if a token, position, slot or logit row is out of range.
         """
-        self._check(batch, storage)
+        self.check(batch, storage)
         hidden = []
         start = 0
         for count in self.row_counts.tiles(len(batch)):
             end = min(start + count, len(batch))
-            tokens = _padded(batch.tokens[start:end], count, 0)
             positions = _padded(batch.positions[start:end], count, 0)
             slots = _padded(batch.slots[start:end], count, storage.scratch)
-            rows = self._rows(tokens, positions, slots, storage)
+            self.attention.begin(positions, slots, storage)
+            tokens = torch.from_numpy(_padded(batch.tokens[start:end], count, 0))
+            rows = self.hidden(tokens.to(self.backend.device))
             wanted = batch.logit_rows[(batch.logit_rows >= start) & (batch.logit_rows < end)] - start
             hidden.append(rows[torch.from_numpy(wanted).to(self.backend.device)])
             start = end
         return self._logits(torch.cat(hidden))
 
-    def _check(self, batch: Batch, storage: SlotStorage) -> None:
-        """Refuse what would read or write outside the tables and the cache."""
+    def check(self, batch: Batch, storage: SlotStorage) -> None:
+        """Raise ValueError for what would read or write outside the tables and the cache."""
         limits = (
             ("token", batch.tokens, self.vocab_size),
             ("position", batch.positions, min(storage.max_len, self.config.context)),
@@ -119,17 +118,17 @@ class Transformer:
             if len(values) and not 0 <= values.min() <= values.max() < limit:
                 raise ValueError(f"{name}s must lie in 0..{limit - 1}, got {values.min()}..{values.max()}")
 
-    def _rows(
-        self, tokens: IntArray, positions: IntArray, slots: IntArray, storage: SlotStorage
-    ) -> torch.Tensor:
-        """The last block's output, normalised: [rows, hidden]."""
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The last block's output, normalised, for the rows that the attention has begun with.
+
+        tokens: [rows], on the device. Returns [rows, hidden].
+        """
         eps = self.config.norm_eps
         x = self.weights.embedding(tokens)
         delta = torch.zeros_like(x)
-        self._attention.begin(positions, slots, storage)
         for i, layer in enumerate(self.weights.layers):
             h = self.backend.add_rms_norm(x, delta, layer.attention_norm, eps)
-            a = self._attention(i, layer.qkv(h), layer.q_norm, layer.k_norm)
+            a = self.attention(i, layer.qkv(h), layer.q_norm, layer.k_norm)
             h = self.backend.add_rms_norm(x, layer.output(a), layer.mlp_norm, eps)
             delta = layer.down(self.backend.silu_mul(layer.gate_up(h)))
         return self.backend.add_rms_norm(x, delta, self.weights.norm, eps)

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from model.backend import HeadLayout, Linear, Rope, check_sizes
-from model.batch import IntArray
 from model.cpu import rows
 from model.cpu.attention import CpuAttention
 from model.cpu.jit import LANES
@@ -47,9 +46,9 @@ class CpuEmbedding:
     def __init__(self, table: torch.Tensor) -> None:
         self._table = table
 
-    def __call__(self, tokens: IntArray) -> torch.Tensor:
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         """See Embedding."""
-        return self._table[torch.from_numpy(tokens)]
+        return self._table[tokens]
 
     def head(self) -> Linear:
         """See Embedding."""
@@ -61,6 +60,7 @@ class CpuBackend:
 
     device = torch.device("cpu")
     dtype = torch.float32
+    most_head_rows = 64
 
     def linear(self, weights: Sequence[StoredTensor], bias: torch.Tensor | None = None) -> Linear:
         """See Backend."""
