@@ -16,7 +16,7 @@ from engine_actor.engine import Engine
 from engine_actor.request import Request
 from engine_actor.scheduler import Mode
 from model.batch import Batch, SlotModel
-from model.executor import Sampled, SamplingParams
+from model.executor import Executor, Sampled, SamplingParams
 from model.model_executor import ModelExecutor
 from model.storage import SlotStorage
 from policies.fcfs import Fcfs
@@ -125,12 +125,16 @@ def random_requests(
 
 
 def run_alone(
-    model: SlotModel, storage: SlotStorage, requests: list[Request], advance: Callable[[], None]
+    model: SlotModel,
+    storage: SlotStorage,
+    requests: list[Request],
+    advance: Callable[[], None],
+    executor: Executor | None = None,
 ) -> Trail:
-    """Each request in an engine of its own, one after the other."""
+    """Each request in an engine of its own, one after the other. An executor given leaves no digests."""
     trail = Trail()
     for request in requests:
-        _drive(model, storage, [_again(request)], trail, random.Random(0), "chunked", disturb=False)
+        _drive(model, storage, [_again(request)], trail, random.Random(0), "chunked", executor, disturb=False)
         advance()
     return trail
 
@@ -142,12 +146,13 @@ def run_busy(
     rng: random.Random,
     mode: Mode,
     advance: Callable[[], None],
+    executor: Executor | None = None,
 ) -> Trail:
     """All together: joining at random steps, in random chunks, forgotten and resumed at random points."""
     trail = Trail()
     shuffled = [_again(request) for request in requests]
     rng.shuffle(shuffled)
-    _drive(model, storage, shuffled, trail, rng, mode, disturb=True, advance=advance)
+    _drive(model, storage, shuffled, trail, rng, mode, executor, disturb=True, advance=advance)
     return trail
 
 
@@ -170,12 +175,13 @@ def _drive(
     trail: Trail,
     rng: random.Random,
     mode: Mode,
+    executor: Executor | None,
     *,
     disturb: bool,
     advance: Callable[[], None] = lambda: None,
 ) -> None:
     recorder = Recorder(model)
-    engine = Engine(ModelExecutor(recorder, storage), Fcfs(), mode=mode)
+    engine = Engine(executor or ModelExecutor(recorder, storage), Fcfs(), mode=mode)
     scheduler = engine.scheduler
     ample = scheduler.kv_budget
     recorder.owners = lambda: {request.slot: request for request in scheduler.running}

@@ -39,8 +39,7 @@ class HostRuntime:
 
     def memory(self, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See Runtime."""
-        host, device = torch.zeros(2, nbytes, dtype=torch.uint8)
-        return host, device
+        return torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """See Runtime."""

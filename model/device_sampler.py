@@ -84,7 +84,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
     """x >> bits, as if x had no sign."""
-    return (x >> bits) & (2 ** (64 - bits) - 1)
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _adjust(logits: torch.Tensor, knobs: Knobs, history: torch.Tensor) -> torch.Tensor:
@@ -131,7 +131,7 @@ def _cut(
     Nothing is sorted: weights in (0, 1] order as their 30 bits do, and the last one taken is looked for digit
     by digit.
     """
-    bits = (weights.view(torch.int32) & 2 ** (3 * DIGIT) - 1).long()  # a NaN has more
+    bits = (weights.view(torch.int32) & (1 << 3 * DIGIT) - 1).long()  # a NaN has more
     equal, last = kept, torch.zeros_like(most)
     for shift in (2 * DIGIT, DIGIT, 0):
         digit, most, mass = _last_digit(bits >> shift, masses, equal, most, mass)
@@ -145,7 +145,7 @@ def _cut(
 def _last_digit(
     bits: torch.Tensor, masses: torch.Tensor, kept: torch.Tensor, most: torch.Tensor, mass: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The last digit of the kept one that, counted from the largest digit down, makes `most` or reaches `mass`.
+    """The last digit of the kept one that, counted from the largest down, makes `most` or reaches `mass`.
 
     Returns [n] the digit, and what is left of `most` and `mass` for those that have it.
     """

@@ -148,7 +148,7 @@ class DeviceStep:
     def _record(self) -> None:
         # The largest first: the others find room in what those have left.
         for count in reversed(self._model.row_counts.kept):
-            for long in (True, False):
+            for long in (True, False) if count > 1 else (False,):
                 forward = partial(self._forward, count, long)
                 self._forwards[count, long] = self._runtime.record(forward)
         for count in reversed(self._model.head_row_counts.kept):

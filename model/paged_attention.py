@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -104,7 +104,8 @@ class PagedAttention:
         device = storage.keys.device
         runs = Runs.of(positions, slots)
         columns = (positions, slots, runs.keys, runs.long, runs.bounds, runs.run_keys, runs.run_slots)
-        self.attend(DeviceRows(*(torch.from_numpy(column).to(device) for column in columns)), storage)
+        rows = DeviceRows(*(torch.from_numpy(column).to(device) for column in columns))
+        self.attend(rows if runs.long.any() else replace(rows, long=None), storage)
 
     def attend(self, rows: DeviceRows, storage: SlotStorage) -> None:
         """The same for rows that are on the device."""
