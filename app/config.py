@@ -56,6 +56,13 @@ class Settings(BaseModel):
         description="Longest prompt + output in tokens (vLLM: `max_model_len`), capped by "
         "the model's context.",
     )
+    gpu_memory_fraction: float = Field(
+        0.9,
+        gt=0,
+        le=1,
+        description="Of a GPU's memory, what weights, steps and slots may fill; fewer slots than "
+        "`max_num_seqs` if no more fit.",
+    )
     kv_budget_tokens: int | None = Field(
         None, ge=2, description="Most tokens cached over all slots of an engine; empty: the whole pool."
     )
@@ -168,6 +175,7 @@ class Settings(BaseModel):
             threads=self.threads,
             max_num_seqs=self.max_num_seqs,
             max_len=self.max_len,
+            gpu_memory_fraction=self.gpu_memory_fraction,
             kv_budget_tokens=self.kv_budget_tokens,
             mode=self.mode,
             max_step_tokens=self.max_step_tokens,

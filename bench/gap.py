@@ -151,7 +151,7 @@ class Stopwatch:
     @contextmanager
     def on(self, model: Transformer) -> Iterator[Stopwatch]:
         """Time every call of the parts until the block ends."""
-        kind = type(model._attention)
+        kind = type(model.attention)
         head = model.weights.head
         patched: list[tuple[Any, str, Any]] = []
 

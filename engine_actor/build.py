@@ -15,9 +15,9 @@ from engine_actor.request import Request
 from model import sampler
 from model.batch import Batch
 from model.executor import SamplingParams
+from model.executors import build_executor
 from model.files import find_model
 from model.loader import load_model
-from model.model_executor import ModelExecutor
 from model.storage import SlotStorage
 from model.transformer import Transformer
 from policies import load_policy
@@ -35,17 +35,17 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
 
     model = load_model(config.model, device=config.device, dtype=config.dtype)
     max_len = min(config.max_len, model.config.context)
-    storage = model.new_storage(config.max_num_seqs, max_len)
-    bits = _warm_up(model, storage)
+    executor = build_executor(model, config.max_num_seqs, max_len, memory_fraction=config.gpu_memory_fraction)
+    bits = _warm_up(model, executor.storage)
     engine = Engine(
-        ModelExecutor(model, storage),
+        executor,
         load_policy(config.policy, **config.policy_settings),
         mode=config.mode,
         max_step_tokens=config.max_step_tokens,
         kv_budget=config.kv_budget_tokens,
         prefix_reuse=config.prefix_reuse,
     )
-    return engine, _describe(config, engine, model, storage, threads, bits)
+    return engine, _describe(config, engine, model, executor.storage, threads, bits)
 
 
 def _warm_up(model: Transformer, storage: SlotStorage) -> bytes:
@@ -79,10 +79,11 @@ def _describe(
     device, dtype = model.backend.device.type, str(model.backend.dtype).removeprefix("torch.")
     outputs_depend_on = f"{name} {model.config} {device} {dtype} {torch.__version__}"
     exactness = "bit-exact in any batch" if model.exact else "NOT bit-exact on this machine"
+    fewer = f" (no more of {config.max_num_seqs} fit)" if storage.num_slots < config.max_num_seqs else ""
     summary = (
         f"{name} on {device} in {dtype}; {exactness} "
         f"({len(counts.kept)} of {len(counts.candidates)} row counts agree); "
-        f"{storage.num_slots} slots of {storage.max_len} tokens, {storage.nbytes / 2**20:.0f} MB KV, "
+        f"{storage.num_slots} slots of {storage.max_len} tokens{fewer}, {storage.nbytes / 2**20:.0f} MB KV, "
         f"budget {engine.scheduler.kv_budget} tokens; {threads} threads; "
         f"policy {engine.scheduler.policy.name}, mode {config.mode}"
     )

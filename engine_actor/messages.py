@@ -22,6 +22,7 @@ class EngineConfig:
     threads: int = 0
     max_num_seqs: int = 16
     max_len: int = 2048
+    gpu_memory_fraction: float = 0.9
     kv_budget_tokens: int | None = None
     mode: Literal["separate", "batched", "chunked"] = "chunked"
     max_step_tokens: int | None = None

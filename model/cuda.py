@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from model.backend import HeadLayout, Linear, Rope, check_sizes
+from model.config import ModelError
 from model.paged_attention import PAGE, PagedAttention, VarlenKernel, plain_varlen_attn
 from model.row_counts import RowCounts, probe_row_counts
 from model.storage import SlotStorage
@@ -18,6 +19,23 @@ ROW_COUNTS = (1, 8, 16, 32, 48, *range(64, 257, 32), 320, 384, 448, 512, 768, 10
 """Row counts tried. Up to some 300 rows a product takes as long as reading its weights, so few are enough."""
 LEAST_CAPABILITY = (8, 0)
 """FlashAttention and bfloat16 begin with Ampere."""
+
+
+def check_device(device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ModelError if torch cannot use the device, or the device cannot compute in this dtype."""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        capability = torch.cuda.get_device_capability(device)
+    except (RuntimeError, AssertionError) as error:
+        # Among them a driver that is too old, with its version and where to get another.
+        raise ModelError(f"device is cuda, but torch can use no CUDA device here: {error}") from error
+    if capability < LEAST_CAPABILITY:
+        raise ModelError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {capability}, and bfloat16 and "
+            f"FlashAttention need {LEAST_CAPABILITY} (Ampere) or more: use device cpu"
+        )
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise ModelError(f"attention on CUDA computes in bfloat16 or float16, not {dtype}")
 
 
 class CudaLinear:

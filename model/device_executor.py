@@ -11,7 +11,7 @@ import numpy as np
 from model.batch import Batch
 from model.device import Runtime
 from model.device_step import Ask, DeviceStep, Pass
-from model.executor import Outcome, Sampled, Sequenced, Stage, Work
+from model.executor import Move, Outcome, Sampled, Sequenced, Stage, Work
 from model.model_executor import ModelExecutor, batch_of
 from model.sampler import InvalidLogits
 from model.storage import SlotStorage
@@ -41,6 +41,13 @@ class DeviceExecutor(ModelExecutor):
         super().__init__(model, storage)
         self.step = DeviceStep(model, storage, runtime)
         self._ahead: _Ahead | None = None
+
+    def arrange(self, moves: Sequence[Move]) -> None:
+        """See Executor."""
+        super().arrange(moves)
+        for move in moves:
+            if move.source is not None:
+                self.step.copy(move.source, move.slot, move.length)
 
     def _compute(self, works: Sequence[Work], batch: Batch) -> tuple[list[Outcome], list[Stage]]:
         started = time.perf_counter()

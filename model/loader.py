@@ -32,7 +32,10 @@ def load_model(
     files = find_model(path)
     source: TensorSource = SafetensorsSource(files) if files.gguf_file is None else GgufSource(files)
     _check_heads(source.config)
-    return Transformer(source.config, _weights(source, backend), backend)
+    try:
+        return Transformer(source.config, _weights(source, backend), backend)
+    except torch.OutOfMemoryError as error:
+        raise ModelError(f"{files.name} does not fit into the memory of {backend.device}: {error}") from error
 
 
 def _check_heads(c: ModelConfig) -> None:
@@ -61,12 +64,9 @@ def choose_backend(device: torch.device | str | None, dtype: torch.dtype | str |
         return CpuBackend()
     if device.type != "cuda":
         raise ModelError(f"there are no kernels for device {device.type}: use cpu or cuda")
-    if not torch.cuda.is_available():
-        raise ModelError("device is cuda, but torch sees no CUDA device on this machine")
-    if dtype not in (torch.bfloat16, torch.float16):
-        raise ModelError(f"attention on CUDA computes in bfloat16 or float16, not {dtype}")
-    from model.cuda import CudaBackend
+    from model.cuda import CudaBackend, check_device
 
+    check_device(device, dtype)
     return CudaBackend(device, dtype)
 
 

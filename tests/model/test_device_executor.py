@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from model.cuda import CudaBackend
 from model.device import HostRuntime
 from model.device_executor import DeviceExecutor
 from model.device_step import BIASES_PER_ROW
-from model.executor import SamplingParams
+from model.executor import Move, SamplingParams
 from model.loader import load_model
 from model.model_executor import ModelExecutor
 from model.transformer import Transformer
@@ -63,13 +63,13 @@ class Watched(HostRuntime):
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
-            with NoWaiting():
+            with NoWaiting():  # type: ignore[no-untyped-call]
                 work()
 
         return run
 
 
-class NoWaiting(TorchDispatchMode):
+class NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses operations that would wait for a device."""
 
     def __torch_dispatch__(
@@ -177,7 +177,7 @@ def test_what_nobody_asked_for_is_computed_again_or_never_seen(model: Transforme
         Request(f"r{i}", [5 + i] * (1 + i), SamplingParams(max_tokens=4 + 3 * i, temperature=0.9, seed=i))
         for i in range(6)
     ]
-    expected = {}
+    expected: dict[str, list[int]] = {}
     for request in requests:
         again = Request(request.id, request.prompt, request.params)
         expected |= run(Engine(DeviceExecutor(model, kv, HostRuntime()), Fcfs()), [again])
@@ -195,6 +195,34 @@ def test_what_nobody_asked_for_is_computed_again_or_never_seen(model: Transforme
         engine.step()
     assert {request.id: request.output for request in requests} == expected
     assert runtime.events.count("in") < 2 * engine.steps
+
+
+def test_a_copied_prefix_brings_its_tokens_for_the_penalties_to_see(model: Transformer) -> None:
+    prefix = np.random.default_rng(3).integers(0, model.vocab_size, 24).tolist()
+    params = SamplingParams(max_tokens=8, temperature=0.8, repetition_penalty=1.6, logprobs=1)
+
+    def asked() -> list[Request]:
+        return [Request(f"r{i}", [*prefix, i], replace(params, seed=i)) for i in range(4)]
+
+    expected: dict[str, list[int]] = {}
+    for request in asked():
+        kv = model.new_storage(1, 64, poison=True)
+        expected |= run(Engine(DeviceExecutor(model, kv, HostRuntime()), Fcfs()), [request])
+    moves: list[Move] = []
+
+    class Moved(DeviceExecutor):
+        def arrange(self, moves_: Sequence[Move]) -> None:
+            moves.extend(moves_)
+            super().arrange(moves_)
+
+    engine = Engine(Moved(model, model.new_storage(4, 64, poison=True), HostRuntime()), Fcfs())
+    first, *others = asked()
+    engine.submit(first)
+    for _ in range(4):
+        engine.step()
+    found = run(engine, others) | {first.id: first.output}
+    assert found == expected
+    assert any(move.source is not None and move.length > 8 for move in moves)
 
 
 def test_the_last_place_of_a_slot_is_used_and_none_beyond(model: Transformer) -> None:
@@ -232,7 +260,7 @@ def test_a_row_of_nan_ends_its_own_request_alone(saved: Path) -> None:
     kv = model.new_storage(3, 32, poison=True)
     engine = Engine(DeviceExecutor(model, kv, HostRuntime()), Fcfs())
     good = [Request(f"good{i}", [i], SamplingParams(max_tokens=5, temperature=0)) for i in range(2)]
-    expected = {}
+    expected: dict[str, list[int]] = {}
     for request in good:
         again = Request(request.id, request.prompt, request.params)
         expected |= run(Engine(DeviceExecutor(model, kv, HostRuntime()), Fcfs()), [again])

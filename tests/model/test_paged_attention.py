@@ -38,7 +38,8 @@ def strict_kernel(*args: Any, **kwargs: Any) -> torch.Tensor:
     q, k, v, bounds, table, used = (
         a[name] for name in ("query", "key", "value", "cu_seq_q", "block_table", "seqused_k")
     )
-    sequences, pages, page, heads, size = len(bounds) - 1, *k.shape
+    sequences = len(bounds) - 1
+    pages, page, heads, size = k.shape
     for ints in (bounds, a["cu_seq_k"], used):
         assert ints.dtype == torch.int32
         assert ints.is_contiguous()
