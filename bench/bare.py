@@ -13,7 +13,7 @@ from bench.workload import Workload, preset
 from engine_actor.engine import Engine
 from engine_actor.records import StepRecord
 from engine_actor.request import Request
-from engine_actor.scheduler import Mode
+from engine_actor.scheduler import Mode, Reuse
 from model.model_executor import ModelExecutor
 from model.transformer import Transformer
 from policies import load_policy
@@ -99,11 +99,22 @@ def build(
     mode: Mode = "chunked",
     max_step_tokens: int | None = None,
     kv_budget: int | None = None,
+    prefix_reuse: Reuse = "off",
 ) -> Engine:
-    """A fresh engine with its own KV around a loaded model; a policy by name or as it is."""
+    """A fresh engine with its own KV around a loaded model; a policy by name or as it is.
+
+    Experiments repeat their workloads, so prefixes are not reused unless they are the question.
+    """
     policy = load_policy(policy) if isinstance(policy, str) else policy
     executor = ModelExecutor(model, model.new_storage(num_slots=slots, max_len=max_len))
-    return Engine(executor, policy, mode=mode, max_step_tokens=max_step_tokens, kv_budget=kv_budget)
+    return Engine(
+        executor,
+        policy,
+        mode=mode,
+        max_step_tokens=max_step_tokens,
+        kv_budget=kv_budget,
+        prefix_reuse=prefix_reuse,
+    )
 
 
 def drive(

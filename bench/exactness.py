@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -62,6 +63,10 @@ class Trail:
     preemptions: int = 0
     resumes: int = 0
     chunks: int = 0
+    reused: int = 0
+    """Tokens that requests found computed by others."""
+    copied: int = 0
+    evicted: int = 0
     stops: int = 0
     """Requests that ended by a stop token or the end of sequence, and not by their length."""
     late_stops: int = 0
@@ -81,12 +86,14 @@ class Trail:
 def random_requests(
     rng: random.Random, count: int, vocab_size: int, longest_prompt: int, longest_output: int
 ) -> list[Request]:
-    """Random prompts; half greedy, half sampled by seed with every filter and penalty in play.
+    """Random prompts, of which most begin like others: some with a stem that many share, some as the next
+    turn of an earlier one. Half greedy, half sampled by seed with every filter and penalty in play.
 
     Of the sampled ones every other ends as soon as `min_tokens` lets it, by a token of its own or by the
     end of sequence: a bias makes that token the likeliest at every step.
     """
-    requests = []
+    requests: list[Request] = []
+    stems = [[rng.randrange(vocab_size) for _ in range(longest_prompt // 2)] for _ in range(3)]
     for number in range(count):
         params = SamplingParams(
             max_tokens=rng.randint(1, longest_output),
@@ -120,6 +127,10 @@ def random_requests(
         if number % 3 == 0:
             params = replace(params, logprobs=3, prompt_logprobs=1)
         prompt = [rng.randrange(vocab_size) for _ in range(rng.randint(1, longest_prompt))]
+        if number % 4 == 2:
+            prompt = [*rng.choice(stems), *prompt][:longest_prompt]
+        elif number % 4 == 3:
+            prompt = [*rng.choice(requests).prompt, *prompt][:longest_prompt]
         requests.append(Request(f"r{number}", prompt, params, ends, arrival=float(number)))
     return requests
 
@@ -148,7 +159,8 @@ def run_busy(
     advance: Callable[[], None],
     executor: Executor | None = None,
 ) -> Trail:
-    """All together: joining at random steps, in random chunks, forgotten and resumed at random points."""
+    """All together: joining at random steps, in random chunks, forgotten and resumed at random points, with
+    what others have computed."""
     trail = Trail()
     shuffled = [_again(request) for request in requests]
     rng.shuffle(shuffled)
@@ -210,7 +222,10 @@ def _drive(
         if record.errors:
             raise RuntimeError(next(output.error for output in outputs if output.error))
         trail.steps += 1
-        trail.chunks += sum(span.kind == "prefill" for span in record.shares)
+        trail.chunks += sum(share.kind == "prefill" for share in record.shares)
+        trail.reused += sum(record.reused.values())
+        trail.copied += record.copied
+        trail.evicted += record.evicted
         for output in outputs:
             if output.sampled is not None:
                 trail.tokens[output.request_id, output.index] = output.sampled
@@ -240,12 +255,16 @@ def run(args: argparse.Namespace) -> int:
     requests = random_requests(rng, args.requests, model.vocab_size, 160, 40)
     with report.progress("alone", args.requests) as advance:
         alone = run_alone(model, kv, requests, advance)
+    totals: Counter[str] = Counter()
     modes: tuple[Mode, ...] = ("chunked", "batched", "separate")
-    rows, different, late_stops = [], {}, {}
+    rows: list[tuple[object, ...]] = []
+    different, late_stops, reused = {}, {}, {}
     for mode in modes:
         with report.progress(f"busy, {mode}", args.requests) as advance:
             busy = run_busy(model, kv, requests, rng, mode, advance)
         different[mode], late_stops[mode] = len(alone.differs_at(busy)), busy.late_stops
+        reused[mode] = busy.reused
+        totals += Counter(positions=len(busy.digests), preemptions=busy.preemptions, resumes=busy.resumes)
         rows.append(
             (
                 mode,
@@ -254,6 +273,7 @@ def run(args: argparse.Namespace) -> int:
                 busy.chunks,
                 busy.preemptions,
                 busy.resumes,
+                f"{busy.reused:,}, {busy.copied:,}, {busy.evicted:,}",
                 f"{busy.stops}, {busy.late_stops}",
                 different[mode],
             )
@@ -267,6 +287,7 @@ def run(args: argparse.Namespace) -> int:
             "prefill chunks",
             "preemptions",
             "resumes",
+            "tokens reused, copied, evicted",
             "stops, after a preemption or resume",
             "different",
         ],
@@ -274,16 +295,18 @@ def run(args: argparse.Namespace) -> int:
     )
     report.note("Every position compares all bits of a logits row and the token chosen from it.")
     report.at_most("different positions", sum(different.values()), 0)
+    report.at_least("tokens that others had computed, fewest of all modes", min(reused.values()), 1)
     report.at_least(
         "stop tokens after a preemption or resume, fewest of all modes", min(late_stops.values()), 1
     )
     return report.finish(
         {
-            "positions": sum(row[1] for row in rows),
+            "positions": totals["positions"],
             "different": sum(different.values()),
             "different_by_mode": different,
-            "preemptions": sum(row[4] for row in rows),
-            "resumes": sum(row[5] for row in rows),
+            "preemptions": totals["preemptions"],
+            "resumes": totals["resumes"],
+            "reused_tokens_by_mode": reused,
             "late_stops_by_mode": late_stops,
             "row_counts": model.row_counts.as_dict(),
         }

@@ -116,7 +116,8 @@ def write_config(directory: Path, settings: Mapping[str, Any] | None = None) -> 
                 "name": "slotserve",
                 "route_prefix": "/",
                 "import_path": "app.ingress:build",
-                "args": {"run_dir": str(directory / "run"), **(settings or {})},
+                # Experiments repeat their workloads: what one turn computed must not help the next.
+                "args": {"run_dir": str(directory / "run"), "prefix_reuse": "off", **(settings or {})},
             }
         ],
     }
