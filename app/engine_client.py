@@ -14,6 +14,7 @@ from collections.abc import Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from app.affinity import Affinity
 from app.connection import Connection
 from app.engine_port import Directory, DirectoryLostError, Engine, EngineLostError, NotAttachedError
 from app.flight import Flight
@@ -64,6 +65,7 @@ class EngineClient:
         self._max_waiting = max_waiting
         self._streams = itertools.count(1)
         self._connections = [Connection(index) for index in range(num_engines)]
+        self._affinity = Affinity()
         self._attached = asyncio.Condition()
         self._trial = asyncio.Lock()
         self._suspect: Flight | None = None
@@ -136,10 +138,16 @@ class EngineClient:
         live = self._live()
         return [c for c in live if max(c.status.stalled, c.silent) <= LEASE_SECONDS] or live
 
-    def _best(self, fingerprint: str | None, refused: Collection[Connection]) -> Connection:
+    def _best(self, flight: Flight, refused: Collection[Connection]) -> Connection:
         """The best of those that answer and have not refused."""
         willing = [c for c in self._answering() if c not in refused]
-        return best(willing, fingerprint, self._max_waiting)
+        if len(self._connections) == 1:
+            return best(willing, flight.fingerprint, self._max_waiting)
+        index = self._affinity.engine(flight.request)
+        remembering = None if index is None else self._connections[index]
+        chosen = best(willing, flight.fingerprint, self._max_waiting, remembering)
+        self._affinity.note(flight.request, chosen.index)
+        return chosen
 
     async def _place_new(self, flights: Sequence[Flight]) -> None:
         """Place flights for the first time; what one engine refuses is offered to the others.
@@ -160,7 +168,7 @@ class EngineClient:
         """Share flights out, each to the engine with most free KV but for those that have `refused`."""
         shares: dict[Connection, list[Flight]] = {}
         for flight in flights:
-            chosen = self._best(flight.fingerprint, refused)
+            chosen = self._best(flight, refused)
             assert chosen.info is not None
             if not flight.place(chosen.info.fingerprint):
                 log.warning("%s goes on where bits may differ, on %s", flight.request.id, chosen.name)

@@ -42,3 +42,18 @@ def test_a_shorter_queue_decides_between_equals() -> None:
 def test_where_none_is_alike_or_roomy_the_others_serve() -> None:
     full = [Known("a", held=6, fingerprint="there"), Known("b", held=7, free_kv=101, fingerprint="there")]
     assert best(full, "here", max_waiting=2).name == "b"
+
+
+def test_who_remembers_is_chosen_up_to_a_quarter_more_than_its_share() -> None:
+    def chosen(running: int) -> str:
+        remembering = Known("remembers", held=running, free_kv=0)
+        others = [Known("idle", held=4, free_kv=900), Known("idler", held=4, free_kv=1000)]
+        return best([*others, remembering], None, max_waiting=99, remembering=remembering).name
+
+    assert chosen(4) == chosen(6) == "remembers"
+    assert chosen(7) == "idler"
+
+
+def test_who_remembers_and_has_no_room_is_passed_over() -> None:
+    full = Known("remembers", held=3, slots=1)
+    assert best([full, Known("other", held=0)], None, max_waiting=2, remembering=full).name == "other"
