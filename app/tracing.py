@@ -2,7 +2,8 @@
 
 The root span lasts from arrival to the last byte and continues the caller's trace. The engine's
 spans become its children: the context travels with the request. Names and attributes follow
-OpenTelemetry's GenAI conventions where there is one: https://opentelemetry.io/docs/specs/semconv/gen-ai/
+OpenTelemetry's GenAI conventions where there is one (they are not in its packages' public part yet):
+https://opentelemetry.io/docs/specs/semconv/registry/attributes/gen-ai/
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from opentelemetry import propagate
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as gen_ai
 from opentelemetry.semconv.attributes.error_attributes import ERROR_TYPE
 from opentelemetry.semconv.attributes.http_attributes import (
     HTTP_REQUEST_METHOD,
@@ -23,10 +24,10 @@ from opentelemetry.semconv.attributes.http_attributes import (
 )
 from opentelemetry.trace import NoOpTracer, Span, SpanKind, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-from starlette._utils import get_route_path
 from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app.api_error import ApiError
 from app.schemas import ChatRequest, CompletionRequest
 from engine_actor.request import Output
 from engine_actor.span_export import SCOPE, SpanSink
@@ -37,7 +38,8 @@ PROVIDER = "slotserve"
 DISCONNECTED = "client_disconnected"
 _STATE = "slotserve.trace"
 
-_propagator = TraceContextTextMapPropagator()
+_to_engine = TraceContextTextMapPropagator()
+"""Ours, whatever OTEL_PROPAGATORS says of callers' headers."""
 
 
 def open_tracer(sink: SpanSink | None) -> Tracer:
@@ -58,13 +60,13 @@ class RequestTrace:
         self._operation = OPERATIONS[route]
         self._root = tracer.start_span(
             self._operation,
-            context=_propagator.extract(headers),
+            context=propagate.extract(headers),
             kind=SpanKind.SERVER,
             attributes={
                 HTTP_REQUEST_METHOD: "POST",
                 HTTP_ROUTE: route,
-                gen_ai.GEN_AI_OPERATION_NAME: self._operation,
-                gen_ai.GEN_AI_PROVIDER_NAME: PROVIDER,
+                "gen_ai.operation.name": self._operation,
+                "gen_ai.provider.name": PROVIDER,
             },
         )
         self._context = set_span_in_context(self._root)
@@ -80,14 +82,22 @@ class RequestTrace:
     def carrier(self) -> dict[str, str]:
         """W3C headers under which the engine's spans belong."""
         headers: dict[str, str] = {}
-        _propagator.inject(headers, context=self._context)
+        _to_engine.inject(headers, context=self._context)
         return headers
 
     @contextmanager
     def span(self, name: str) -> Iterator[Span]:
-        """A child span around a piece of work."""
-        with self._tracer.start_as_current_span(name, context=self._context) as span:
-            yield span
+        """A child span around a piece of work. A client's mistake found in it is no failure of it."""
+        with self._tracer.start_as_current_span(
+            name, context=self._context, record_exception=False, set_status_on_exception=False
+        ) as span:
+            try:
+                yield span
+            except Exception as error:
+                if not isinstance(error, ApiError) or error.status >= 500:
+                    span.record_exception(error)
+                    span.set_status(StatusCode.ERROR)
+                raise
 
     def describe(
         self,
@@ -102,34 +112,34 @@ class RequestTrace:
     ) -> None:
         """Say what is asked for, once it is understood. The prompt's text is not among it."""
         attributes: dict[str, Any] = {
-            gen_ai.GEN_AI_REQUEST_MODEL: model,
-            gen_ai.GEN_AI_REQUEST_STREAM: body.stream,
-            gen_ai.GEN_AI_REQUEST_MAX_TOKENS: max_tokens,
-            gen_ai.GEN_AI_REQUEST_SEED: seed,
-            gen_ai.GEN_AI_REQUEST_CHOICE_COUNT: body.n,
-            gen_ai.GEN_AI_REQUEST_TEMPERATURE: body.temperature,
-            gen_ai.GEN_AI_REQUEST_TOP_P: body.top_p,
-            gen_ai.GEN_AI_RESPONSE_ID: response_id,
-            gen_ai.GEN_AI_RESPONSE_MODEL: model,
-            gen_ai.GEN_AI_USAGE_INPUT_TOKENS: prompt_tokens,
+            "gen_ai.request.model": model,
+            "gen_ai.request.stream": body.stream,
+            "gen_ai.request.max_tokens": max_tokens,
+            "gen_ai.request.seed": seed,
+            "gen_ai.request.choice.count": body.n,
+            "gen_ai.request.temperature": body.temperature,
+            "gen_ai.request.top_p": body.top_p,
+            "gen_ai.response.id": response_id,
+            "gen_ai.response.model": model,
+            "gen_ai.usage.input_tokens": prompt_tokens,
             "slotserve.tenant": tenant,
             "slotserve.priority": body.priority,
         }
         if body.top_k > 0:
-            attributes[gen_ai.GEN_AI_REQUEST_TOP_K] = body.top_k
+            attributes["gen_ai.request.top_k"] = body.top_k
         self._root.update_name(f"{self._operation} {model}")
         self._root.set_attributes(attributes)
 
     def reveal(self, prompts: Sequence[str]) -> None:
         """Put the prompts' text into the trace: only for those who asked for it in the settings."""
         messages = [{"role": "user", "parts": [{"type": "text", "content": prompt}]} for prompt in prompts]
-        self._root.set_attribute(gen_ai.GEN_AI_INPUT_MESSAGES, json.dumps(messages))
+        self._root.set_attribute("gen_ai.input.messages", json.dumps(messages))
 
     def detokenized(self, sequence: int, output: Output, finish_reason: str | None, seconds: float) -> None:
         """An output has become text: the first opens the span `detokenize`, the last closes it."""
         if self._detokenize is None:
             waited = time.perf_counter() - self._arrived
-            self._root.set_attribute(gen_ai.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK, waited)
+            self._root.set_attribute("gen_ai.response.time_to_first_chunk", waited)
             self._detokenize = self._tracer.start_span("detokenize", context=self._context)
         self._detokenize_seconds += seconds
         self._output_tokens += output.sampled is not None
@@ -148,8 +158,8 @@ class RequestTrace:
             self._detokenize.set_attribute("slotserve.detokenize.busy_us", self._detokenize_seconds * 1e6)
             self._detokenize.end()
             reasons = [reason for _, reason in sorted(self._reasons.items())]
-            self._root.set_attribute(gen_ai.GEN_AI_RESPONSE_FINISH_REASONS, reasons)
-            self._root.set_attribute(gen_ai.GEN_AI_USAGE_OUTPUT_TOKENS, self._output_tokens)
+            self._root.set_attribute("gen_ai.response.finish_reasons", reasons)
+            self._root.set_attribute("gen_ai.usage.output_tokens", self._output_tokens)
             self._root.set_attribute("slotserve.num_preemptions", sum(self._preemptions.values()))
         if status is not None:
             self._root.set_attribute(HTTP_RESPONSE_STATUS_CODE, status)
@@ -158,10 +168,9 @@ class RequestTrace:
             self._root.set_status(StatusCode.ERROR)
         elif not complete or status is None or status == 499:
             self._root.set_attribute(ERROR_TYPE, DISCONNECTED)
-        elif status >= 400:
+        elif status >= 500:
             self._root.set_attribute(ERROR_TYPE, str(status))
-            if status >= 500:
-                self._root.set_status(StatusCode.ERROR)
+            self._root.set_status(StatusCode.ERROR)
         self._root.end()
 
 
@@ -175,7 +184,7 @@ class TracingMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass everything on."""
         # As the router sees it: without the prefix under which the application is mounted.
-        route = get_route_path(scope) if scope["type"] == "http" else ""
+        route = scope["path"].removeprefix(scope.get("root_path", "")) if scope["type"] == "http" else ""
         if route not in OPERATIONS or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return

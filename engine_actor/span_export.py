@@ -1,6 +1,7 @@
-"""Where spans go: an OTLP/HTTP collector, or a bounded ring of files when none is named.
+"""Where spans go: to an OpenTelemetry exporter, or to a bounded ring of files when none is named.
 
-A sink never blocks its caller: it queues, a thread exports, and what does not fit is counted.
+The queue is ours since the SDK's BatchSpanProcessor takes finished spans one by one (here a step's are built
+on export), ignores the time limit of a flush and does not tell how many spans it has dropped.
 """
 
 from __future__ import annotations
@@ -12,12 +13,18 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, SERVICE_VERSION, Resource
+from opentelemetry.sdk.resources import (
+    SERVICE_INSTANCE_ID,
+    SERVICE_NAME,
+    SERVICE_VERSION,
+    OTELResourceDetector,
+    Resource,
+)
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
@@ -32,47 +39,69 @@ SCOPE = InstrumentationScope("slotserve")
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 STARTUP_SPAN = "slotserve.startup"
 
+PROTOCOLS = {
+    "http/protobuf": ("otlp_proto_http", "OTLP/HTTP", "http://localhost:4318"),
+    "grpc": ("otlp_proto_grpc", "OTLP/gRPC", "http://localhost:4317"),
+}
+"""OTEL_EXPORTER_OTLP_PROTOCOL: the exporter's entry point, its name for people, where it leads by default."""
+
 QUEUED_SPANS = 4096
 """Spans a sink holds at most: some 20 seconds of a busy engine."""
 BATCH_SPANS = 512
-EXPORT_TIMEOUT = 5.0
-"""Seconds one export may take, retries included."""
-RETRY_AFTER = 15.0
-"""Seconds to leave a collector alone that failed; spans queue meanwhile, and drop when full."""
+EXPORT_SECONDS = 1.0
+"""Between exports."""
+RETRY_SECONDS = 15.0
+"""How long to leave a collector alone that failed; spans queue meanwhile, and drop when the queue is full."""
+SHUTDOWN_SECONDS = 5.0
+
+Build = Callable[[], Sequence[ReadableSpan]]
 
 
 def service_resource(instance: str, version: str) -> Resource:
-    """Who emits. OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES go before our own `service.name`."""
-    resource = Resource.create({SERVICE_VERSION: version, SERVICE_INSTANCE_ID: instance})
-    named = "OTEL_SERVICE_NAME" in os.environ or "service.name=" in os.getenv("OTEL_RESOURCE_ATTRIBUTES", "")
-    return resource if named else resource.merge(Resource({SERVICE_NAME: "slotserve"}))
+    """Who emits. OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES go before our own name and version."""
+    named = OTELResourceDetector().detect().attributes
+    ours = {SERVICE_NAME: "slotserve", SERVICE_VERSION: version}
+    return Resource.create({**ours, **named, SERVICE_INSTANCE_ID: instance})
 
 
-def open_exporter(run_dir: Path, instance: str) -> tuple[SpanExporter, str]:
-    """The exporter the environment asks for, and where it leads, in words.
+def open_exporter(run_dir: Path, instance: str) -> tuple[SpanExporter, str] | None:
+    """The exporter that OpenTelemetry's variables ask for, and where it leads, in words; None: no spans.
 
-    OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT names a collector; its other
-    variables (headers, certificates, compression) hold as OpenTelemetry defines them.
+    https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/: OTEL_SDK_DISABLED,
+    OTEL_TRACES_EXPORTER (none, console, otlp or any that is installed), OTEL_EXPORTER_OTLP_PROTOCOL; the
+    exporters read the rest (endpoint, headers, certificates, timeout). With neither exporter nor endpoint
+    named, spans go to files.
     """
-    traces = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-    base = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
-    if traces or base:
+    exporter = os.getenv("OTEL_TRACES_EXPORTER", "").strip()
+    if exporter == "none" or os.getenv("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return None
+    entry, where = exporter, exporter
+    endpoint = _otlp("ENDPOINT")
+    if exporter == "otlp" or (endpoint and not exporter):
+        protocol = _otlp("PROTOCOL") or "http/protobuf"
+        entry, words, usual = PROTOCOLS.get(protocol, (protocol, protocol, ""))
+        where = f"{words} to {endpoint or usual}"
+    for found in entry_points(group="opentelemetry_traces_exporter", name=entry):
         logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)  # The sink warns instead.
-        return OTLPSpanExporter(timeout=EXPORT_TIMEOUT), f"OTLP/HTTP to {traces or base}"
+        return found.load()(), where
+    if entry:
+        log.warning("traces: no exporter %r is installed; spans go to files", entry)
     directory = run_dir / "traces"
     return JsonLinesExporter(directory, instance), f"OTLP JSON lines in {directory}"
 
 
+def _otlp(name: str) -> str:
+    return os.getenv(f"OTEL_EXPORTER_OTLP_TRACES_{name}") or os.getenv(f"OTEL_EXPORTER_OTLP_{name}") or ""
+
+
 def open_sink(instance: str, config: TelemetryConfig) -> SpanSink | None:
     """The sink of one process; None where tracing is off."""
-    if not config.tracing:
-        return None
-    exporter, destination = open_exporter(Path(config.run_dir), instance)
-    return SpanSink(exporter, destination, service_resource(instance, config.version))
+    opened = open_exporter(Path(config.run_dir), instance) if config.tracing else None
+    return opened and SpanSink(*opened, service_resource(instance, config.version))
 
 
 class SpanSink(SpanProcessor):
-    """A bounded queue and the thread that empties it into an exporter.
+    """A bounded queue and the thread that empties it into an exporter. Never blocks who fills it.
 
     The first span out says that the service started: whether the exporter took it is logged, so that
     a silent exporter does not go unnoticed.
@@ -85,8 +114,8 @@ class SpanSink(SpanProcessor):
         resource: Resource,
         *,
         capacity: int = QUEUED_SPANS,
-        interval: float = 0.5,
-        retry_after: float = RETRY_AFTER,
+        interval: float = EXPORT_SECONDS,
+        retry_after: float = RETRY_SECONDS,
     ) -> None:
         self.resource = resource
         self.exported = 0
@@ -96,79 +125,90 @@ class SpanSink(SpanProcessor):
         self._capacity = capacity
         self._interval = interval
         self._retry_after = retry_after
-        self._queue: deque[ReadableSpan] = deque()
+        self._queue: deque[tuple[int, Build]] = deque()
+        self._queued = 0
+        """Spans in the queue."""
+        self._idle = False
         self._changed = threading.Condition()
-        self._idle = True
         self._closing = False
         self._failing = False
         self._thread = threading.Thread(target=self._run, name="span-export", daemon=True)
         self._thread.start()
 
-    def offer(self, spans: Iterable[ReadableSpan]) -> None:
-        """Queue spans for export; those beyond the capacity are dropped and counted."""
+    def offer(self, count: int, build: Build) -> None:
+        """Queue `count` spans, built when they are exported. What goes beyond the capacity drops, counted."""
         with self._changed:
-            for span in spans:
-                if self._closing or len(self._queue) >= self._capacity:
-                    self.dropped += 1
-                else:
-                    self._queue.append(span)
+            if self._closing or self._queued + count > self._capacity:
+                self.dropped += count
+            else:
+                self._queue.append((count, build))
+                self._queued += count
 
     def on_end(self, span: ReadableSpan) -> None:
         """Take a span of the OpenTelemetry SDK."""
         if span.context is not None and span.context.trace_flags.sampled:
-            self.offer((span,))
+            self.offer(1, lambda: (span,))
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """Wait until everything queued is exported or lost. False when time runs out first."""
-        deadline = time.monotonic() + timeout_millis / 1000
+        """Wait until everything queued is exported. False when the exporter fails or time runs out first."""
         with self._changed:
             self._changed.notify_all()
-            while self._queue or not self._idle:
-                if self._failing or not self._changed.wait(max(0.0, deadline - time.monotonic())):
-                    return False
-        return True
+            self._changed.wait_for(lambda: self._failing or self._empty(), timeout_millis / 1000)
+            return self._empty()
 
-    def shutdown(self) -> None:
-        """Export what is queued, unless the exporter fails, and end the thread."""
+    def shutdown(self, seconds: float = SHUTDOWN_SECONDS) -> None:
+        """Export what is queued, unless the exporter fails, and end the thread; within `seconds`."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join(timeout=2 * EXPORT_TIMEOUT)
+        self._thread.join(seconds)
+
+    def _empty(self) -> bool:
+        return self._idle and not self._queue
 
     def _run(self) -> None:
-        if self._export([self._startup_span()]):
+        if self._export(1, [self._startup_span]):
             log.info("traces: %s; it acknowledged the start-up span", self._destination)
         while (batch := self._next_batch()) is not None:
-            if batch:
-                self._export(batch)
+            count, builds = batch
+            if builds:
+                self._export(count, builds)
         self._exporter.shutdown()
 
-    def _next_batch(self) -> list[ReadableSpan] | None:
-        """Wait for the next export's spans; None ends the thread."""
+    def _next_batch(self) -> tuple[int, list[Build]] | None:
+        """Wait for the next export: how many spans, and what builds them. None ends the thread."""
         with self._changed:
             self._idle = True
             self._changed.notify_all()
-            if not self._closing and (self._failing or len(self._queue) < BATCH_SPANS):
+            if not self._closing and (self._failing or self._queued < BATCH_SPANS):
                 self._changed.wait(self._retry_after if self._failing else self._interval)
             if self._closing and (self._failing or not self._queue):
-                self.dropped += len(self._queue)
+                self.dropped += self._queued
                 self._queue.clear()
                 return None
             self._idle = False
-            return [self._queue.popleft() for _ in range(min(BATCH_SPANS, len(self._queue)))]
+            count, builds = 0, []
+            while self._queue and count < BATCH_SPANS:
+                spans, build = self._queue.popleft()
+                count += spans
+                builds.append(build)
+            self._queued -= count
+            return count, builds
 
-    def _export(self, batch: Sequence[ReadableSpan]) -> bool:
+    def _export(self, count: int, builds: Sequence[Build]) -> bool:
         try:
-            taken = self._exporter.export(batch) is SpanExportResult.SUCCESS
+            spans = [span for build in builds for span in build()]
+            taken = self._exporter.export(spans) is SpanExportResult.SUCCESS
         except Exception:
             log.debug("span exporter raised", exc_info=True)
             taken = False
         if taken:
-            self.exported += len(batch)
+            self.exported += count
             if self._failing:
                 log.warning("traces: %s works again; %d spans were lost", self._destination, self.dropped)
         else:
-            self.dropped += len(batch)
+            with self._changed:
+                self.dropped += count
             if not self._failing:
                 log.warning(
                     "traces: %s does not take spans; they are dropped and counted until it does "
@@ -178,19 +218,21 @@ class SpanSink(SpanProcessor):
         self._failing = not taken
         return taken
 
-    def _startup_span(self) -> ReadableSpan:
+    def _startup_span(self) -> Sequence[ReadableSpan]:
         ids = RandomIdGenerator()
         context = SpanContext(ids.generate_trace_id(), ids.generate_span_id(), False, SAMPLED)
         now = time.time_ns()
-        return ReadableSpan(
-            STARTUP_SPAN,
-            context,
-            None,
-            self.resource,
-            start_time=now,
-            end_time=now,
-            instrumentation_scope=SCOPE,
-        )
+        return [
+            ReadableSpan(
+                STARTUP_SPAN,
+                context,
+                None,
+                self.resource,
+                start_time=now,
+                end_time=now,
+                instrumentation_scope=SCOPE,
+            )
+        ]
 
 
 class JsonLinesExporter(SpanExporter):
@@ -253,7 +295,7 @@ class JsonLinesExporter(SpanExporter):
 def otlp_json(spans: Sequence[ReadableSpan]) -> dict[str, Any]:
     """An OTLP ExportTraceServiceRequest in its JSON form; the spans share one resource.
 
-    Written out by hand since protobuf's own conversion takes six times as long.
+    Written out by hand since opentelemetry-exporter-otlp-json-file takes twice as long, and has no ring.
     """
     resource = spans[0].resource.attributes
     return {
@@ -304,10 +346,10 @@ def _attributes(attributes: Mapping[str, Any] | None) -> list[dict[str, Any]]:
 
 def _value(value: Any) -> dict[str, Any]:  # noqa: ANN401 - whatever OpenTelemetry allows as an attribute
     match value:
-        case bool():
-            return {"boolValue": value}
         case str():
             return {"stringValue": value}
+        case bool():
+            return {"boolValue": value}
         case int():
             return {"intValue": str(value)}
         case float():

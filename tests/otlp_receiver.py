@@ -1,4 +1,4 @@
-"""A collector for tests: takes OTLP/HTTP, in protobuf as the exporter sends it, and keeps the spans."""
+"""A collector for tests: takes OTLP over HTTP or gRPC, as the exporters send it, and keeps the spans."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import gzip
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
@@ -79,6 +82,26 @@ def otlp_receiver() -> Iterator[Receiver]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def otlp_grpc_receiver() -> Iterator[Receiver]:
+    """The same over gRPC."""
+    receiver = Receiver()
+
+    class Service(trace_service_pb2_grpc.TraceServiceServicer):
+        def Export(self, request: ExportTraceServiceRequest, context: object) -> ExportTraceServiceResponse:
+            receiver.spans += _spans(request)
+            return ExportTraceServiceResponse()
+
+    server = grpc.server(ThreadPoolExecutor(1))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Service(), server)  # type: ignore[no-untyped-call]
+    receiver.url = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        yield receiver
+    finally:
+        server.stop(None).wait()
 
 
 def _spans(request: ExportTraceServiceRequest) -> Iterator[ReceivedSpan]:

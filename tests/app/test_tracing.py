@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
 import pytest
+from opentelemetry import propagate
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -74,8 +76,19 @@ def test_a_refused_request_is_a_root_span_with_its_status(tokenizer: Tokenizer) 
     root, facts = root_of(spans_of(work, tokenizer))
     assert root.name == "text_completion"
     assert facts["http.response.status_code"] == 400
-    assert facts["error.type"] == "400"
+    assert "error.type" not in facts
     assert root.status.status_code is StatusCode.UNSET
+
+
+def test_a_clients_mistake_is_no_error_of_any_span(tokenizer: Tokenizer) -> None:
+    async def work(http: httpx.AsyncClient) -> None:
+        # It is found while tokenizing.
+        assert (await complete(http, prompt=[10**9])).status_code == 400
+
+    spans = spans_of(work, tokenizer)
+    assert {span.name for span in spans} == {"tokenize", "text_completion"}
+    assert {span.status.status_code for span in spans} == {StatusCode.UNSET}
+    assert [span.events for span in spans] == [(), ()]
 
 
 @pytest.mark.parametrize(("stream", "status", "error"), [(False, 500, "500"), (True, 200, "engine_error")])
@@ -163,6 +176,42 @@ def test_a_caller_that_does_not_sample_leaves_no_spans(tokenizer: Tokenizer) -> 
     root, _ = root_of(spans_of(work, tokenizer))
     assert root.parent is not None
     assert f"{root.parent.span_id:016x}" == CALLER
+
+
+@pytest.mark.parametrize(
+    ("sampler", "argument", "traced"),
+    [("always_off", "", 0), ("traceidratio", "0.0", 0), ("parentbased_traceidratio", "1.0", 3)],
+)
+def test_the_environments_sampler_decides_about_requests_without_a_caller(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, sampler: str, argument: str, traced: int
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", argument)
+
+    async def work(http: httpx.AsyncClient) -> None:
+        for _ in range(3):
+            assert (await complete(http, prompt=[1])).status_code == 200
+
+    assert sum(span.kind is SpanKind.SERVER for span in spans_of(work, tokenizer)) == traced
+
+
+@pytest.mark.parametrize(("propagators", "continued"), [("none", False), ("tracecontext", True)])
+def test_the_environments_propagators_read_the_callers_headers(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, propagators: str, continued: bool
+) -> None:
+    async def work(http: httpx.AsyncClient) -> None:
+        headers = {"traceparent": f"00-{TRACE}-{CALLER}-01"}
+        assert (await complete(http, prompt=[1], headers=headers)).status_code == 200
+
+    try:
+        with monkeypatch.context() as environment:
+            environment.setenv("OTEL_PROPAGATORS", propagators)
+            importlib.reload(propagate)  # Where the variable is read.
+        root, _ = root_of(spans_of(work, tokenizer))
+    finally:
+        importlib.reload(propagate)
+    assert root.context is not None
+    assert (f"{root.context.trace_id:032x}" == TRACE) == continued
 
 
 def test_other_routes_are_not_traced(tokenizer: Tokenizer) -> None:

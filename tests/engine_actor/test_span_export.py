@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -14,24 +17,31 @@ from google.protobuf.json_format import MessageToDict  # type: ignore[import-unt
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode
 from opentelemetry.util.types import AttributeValue
 
+from engine_actor.messages import TelemetryConfig
 from engine_actor.span_export import (
     SAMPLED,
     SCOPE,
     STARTUP_SPAN,
     JsonLinesExporter,
     SpanSink,
-    open_exporter,
+    open_sink,
     otlp_json,
-    service_resource,
 )
-from tests.otlp_receiver import otlp_receiver
+from tests.otlp_receiver import Receiver, otlp_grpc_receiver, otlp_receiver
 
 RESOURCE = Resource({"service.name": "slotserve"})
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in list(os.environ):
+        if variable.startswith("OTEL_"):
+            monkeypatch.delenv(variable)
 
 
 def span(number: int = 1) -> ReadableSpan:
@@ -89,7 +99,7 @@ def test_the_startup_span_goes_first_and_its_acknowledgement_is_said(
     caplog.set_level(logging.INFO)
     exporter = InMemorySpanExporter()
     sink = SpanSink(exporter, "memory", RESOURCE, interval=0.01)
-    sink.offer([span(1), span(2)])
+    sink.offer(2, lambda: [span(1), span(2)])
     assert sink.force_flush(5000)
     assert [item.name for item in exporter.get_finished_spans()] == [STARTUP_SPAN, "span 1", "span 2"]
     assert "traces: memory; it acknowledged the start-up span" in caplog.text
@@ -101,9 +111,9 @@ def test_a_sink_holds_so_many_spans_and_counts_the_rest() -> None:
     exporter = StubbornExporter()
     exporter.gate.clear()
     sink = SpanSink(exporter, "slow", RESOURCE, capacity=3, interval=0.01)
-    sink.offer(span(number) for number in range(3))
+    sink.offer(3, lambda: [span(number) for number in range(3)])
     assert sink.dropped == 0
-    sink.offer([span(3)])
+    sink.offer(1, lambda: [span(3)])
     assert sink.dropped == 1
     exporter.gate.set()
     assert sink.force_flush(5000)
@@ -118,12 +128,12 @@ def test_a_dead_collector_is_warned_about_once_and_again_when_it_lives(
     exporter.failing = True
     sink = SpanSink(exporter, "grave", RESOURCE, interval=0.01, retry_after=0.02)
     for _ in range(5):
-        sink.offer([span()])
+        sink.offer(1, lambda: [span()])
         time.sleep(0.03)
     exporter.failing = False
     deadline = time.monotonic() + 5
     while not exporter.taken and time.monotonic() < deadline:
-        sink.offer([span()])
+        sink.offer(1, lambda: [span()])
         time.sleep(0.03)
     sink.shutdown()
     messages = [record.message for record in caplog.records if record.name == "engine_actor.span_export"]
@@ -140,7 +150,7 @@ def test_offering_to_a_blocked_exporter_costs_microseconds() -> None:
     one = span()
     started = time.perf_counter()
     for _ in range(10_000):
-        sink.offer((one,))
+        sink.offer(1, lambda: [one])
     seconds = time.perf_counter() - started
     exporter.gate.set()
     sink.shutdown()
@@ -199,26 +209,119 @@ def test_a_directory_that_cannot_be_written_costs_spans_until_it_can(
     wait_for(lambda: sink.dropped == 1)  # the start-up span
     assert "files does not take spans" in caplog.text
     blocked.unlink()
-    sink.offer([span()])
+    sink.offer(1, lambda: [span()])
     wait_for(lambda: sink.exported == 1)
     sink.shutdown()
 
 
-def test_the_environment_chooses_the_exporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
-    monkeypatch.delenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", raising=False)
-    exporter, where = open_exporter(tmp_path, "engine-0")
-    assert isinstance(exporter, JsonLinesExporter)
-    assert str(tmp_path / "traces") in where
+def opened(tmp_path: Path) -> SpanSink | None:
+    return open_sink("engine-0", TelemetryConfig(run_dir=str(tmp_path), version="1.2"))
+
+
+def send_one(tmp_path: Path) -> None:
+    sink = opened(tmp_path)
+    assert sink is not None
+    sink.offer(1, lambda: [span()])
+    assert sink.force_flush(10_000)
+    sink.shutdown()
+
+
+def test_without_a_word_spans_go_to_files(tmp_path: Path) -> None:
+    send_one(tmp_path)
+    [file] = (tmp_path / "traces").iterdir()
+    assert STARTUP_SPAN in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("OTEL_SDK_DISABLED", "true"), ("OTEL_TRACES_EXPORTER", "none")]
+)
+def test_opentelemetrys_own_switches_turn_tracing_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv(variable, value)
+    assert opened(tmp_path) is None
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize(
+    ("protocol", "receive", "words"),
+    [
+        (None, otlp_receiver, "HTTP"),
+        ("http/protobuf", otlp_receiver, "HTTP"),
+        ("grpc", otlp_grpc_receiver, "gRPC"),
+    ],
+)
+def test_a_collector_gets_the_spans_by_the_protocol_that_is_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    protocol: str | None,
+    receive: Callable[[], AbstractContextManager[Receiver]],
+    words: str,
+    named: bool,
+) -> None:
+    caplog.set_level(logging.INFO)
+    with receive() as receiver:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
+        if protocol is not None:
+            monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
+        if named:
+            monkeypatch.setenv("OTEL_TRACES_EXPORTER", "otlp")
+        send_one(tmp_path)
+        assert [item.name for item in receiver.spans] == [STARTUP_SPAN, "span 1"]
+        assert f"traces: OTLP/{words} to {receiver.url}; it acknowledged" in caplog.text
+        startup = receiver.spans[0].resource
+        assert (startup["service.name"], startup["service.version"]) == ("slotserve", "1.2")
+        assert startup["service.instance.id"] == "engine-0"
+
+
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        ({"OTEL_RESOURCE_ATTRIBUTES": "team=blue,service.name=chat"}, "chat"),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "team=blue,service.name=chat", "OTEL_SERVICE_NAME": "llm"}, "llm"),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "team=blue"}, "slotserve"),
+    ],
+)
+def test_the_environment_names_the_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], name: str
+) -> None:
     with otlp_receiver() as receiver:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
-        exporter, where = open_exporter(tmp_path, "engine-0")
-        assert receiver.url in where
-        sink = SpanSink(exporter, where, service_resource("engine-0", "1.2"), interval=0.01)
-        sink.offer([span()])
-        assert sink.force_flush(5000)
-        sink.shutdown()
-        assert {item.name for item in receiver.spans} == {STARTUP_SPAN, "span 1"}
-        [startup] = [item for item in receiver.spans if item.name == STARTUP_SPAN]
-        assert startup.resource["service.name"] == "slotserve"
-        assert startup.resource["service.instance.id"] == "engine-0"
+        for variable, value in variables.items():
+            monkeypatch.setenv(variable, value)
+        send_one(tmp_path)
+        # A span built by hand brings its resource along; the start-up span has the sink's.
+        resource = receiver.spans[0].resource
+        assert (resource["service.name"], resource["team"]) == (name, "blue")
+        assert resource["service.instance.id"] == "engine-0"
+
+
+def test_spans_can_go_to_the_console(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console")
+    # The exporter's default stream was chosen when it was imported.
+    monkeypatch.setattr(
+        ConsoleSpanExporter.__init__, "__defaults__", (None, sys.stdout, lambda s: s.to_json())
+    )
+    send_one(tmp_path)
+    assert '"name": "span 1"' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("OTEL_TRACES_EXPORTER", "telegram"), ("OTEL_EXPORTER_OTLP_PROTOCOL", "pigeon")]
+)
+def test_an_exporter_that_is_not_there_is_warned_about(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    variable: str,
+    value: str,
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv(variable, value)
+    send_one(tmp_path)
+    assert f"no exporter {value!r} is installed; spans go to files" in caplog.text
+    assert list((tmp_path / "traces").iterdir())
