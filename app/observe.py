@@ -17,9 +17,9 @@ from starlette.types import Receive, Scope, Send
 from app.api_error import ApiError, invalid
 from app.live import ANSWER_SECONDS, EngineView, LiveFeed, TooManyWatchersError, ask_all
 from engine_actor.chrome_trace import chrome_trace
+from engine_actor.history import HISTORY_SECONDS
 from engine_actor.metrics import exposition
 from engine_actor.step_wire import decode_step
-from engine_actor.telemetry import HISTORY_SECONDS
 
 WEB = Path(__file__).parent / "web"
 MAX_WATCHERS = 16

@@ -30,9 +30,11 @@ from bench.report import Report
 from bench.samples import Pairs, in_turns
 from bench.workload import Item, Shape, Workload, build
 from engine_actor.engine import Engine
+from engine_actor.history import StepHistory
 from engine_actor.metrics import EngineMetrics
 from engine_actor.request import Request
 from engine_actor.span_export import JsonLinesExporter, SpanSink, service_resource
+from engine_actor.spans import SpanRecorder
 from engine_actor.telemetry import Telemetry
 
 BAR = 0.98
@@ -88,13 +90,16 @@ class Watcher:
 @contextmanager
 def watcher(exporter: SpanExporter, name: str) -> Iterator[Watcher]:
     sink = SpanSink(exporter, name, service_resource(name, "bench"))
-    metrics = EngineMetrics(name, {"mode": "chunked"}, ray.util.metrics)
-    telemetry = Telemetry(name, metrics, sink, policy="fcfs")
+    telemetry = Telemetry(
+        StepHistory(name),
+        EngineMetrics(name, {"mode": "chunked"}),
+        SpanRecorder(name, sink, policy="fcfs"),
+        mirror=ray.util.metrics.Gauge,
+    )
     try:
         yield Watcher(telemetry, sink)
     finally:
         telemetry.close()
-        sink.shutdown()
 
 
 @contextmanager

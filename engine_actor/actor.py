@@ -194,6 +194,7 @@ class EngineActor:
             return
         # Half-alive would be worse: a dead engine is noticed, restarted, and its requests resumed.
         log.critical("%s gives up: %s", self._name, error, exc_info=error)
+        self._telemetry.close(self._steps.unfinished())
         logging.shutdown()
         sys.stdout.flush()
         os._exit(1)

@@ -14,10 +14,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Literal, cast
 
 from engine_actor.prefixes import block_keys
-from engine_actor.records import Interval, Share, StepRecord
+from engine_actor.records import Interval, Occupancy, Share, StepRecord
 from engine_actor.request import FinishReason, Output, Phase, PreemptReason, Request
 from engine_actor.scheduler import Mode, Plan, Reuse, Scheduler
 from engine_actor.slots import Slots
@@ -62,6 +63,7 @@ class Engine:
         self.progressed = time.monotonic()
         """When a forward last ended: a step may hold many."""
         self._submitted = 0
+        self._under_way: StepRecord | None = None
         self._unlogged: Counter[PreemptReason] = Counter()
         self._logged = -math.inf
         self.requests: dict[str, Request] = {}
@@ -115,25 +117,48 @@ class Engine:
         """Requests that have a slot and are not done."""
         return len(self.scheduler.running)
 
+    def occupancy(self) -> Occupancy:
+        """How full it is now. Any thread may ask."""
+        slots = self.slots
+        return Occupancy(self.running, slots.count, slots.free, slots.tokens, self.scheduler.kv_budget)
+
     def step(self) -> tuple[list[Output], StepRecord]:
         """Admit, prefill, decode one token for every running request, retire the finished."""
-        record = StepRecord(number=self.steps, started=self.clock())
+        record = self._under_way = StepRecord(number=self.steps, started=self.clock())
         outputs: list[Output] = []
         self.steps += 1
 
         with self._timed(record, "admit"):
-            evicted = self.slots.evicted
-            plan = self.scheduler.plan(record.started)
-            self._arrange()
-            record.evicted = self.slots.evicted - evicted
+            plan = self._admit(record)
         for works in plan.prefills:
             outputs += self._execute(works, record, "prefill")
         outputs += self._execute(plan.batch, record, "decode")
         with self._timed(record, "retire"):
             self.scheduler.retire()
 
-        self._describe(record, plan, outputs)
+        self._describe(record, outputs)
+        self._under_way = None
         return outputs, record
+
+    def unfinished(self) -> StepRecord | None:
+        """The step that is under way or has raised, so far, as a failed one. Any thread may ask."""
+        if (record := self._under_way) is None:
+            return None
+        phase = "decode" if record.shares else "admit"
+        now = self.clock() - record.started
+        intervals = [*record.intervals, Interval(phase, record.seconds, now - record.seconds)]
+        return replace(record, intervals=intervals, errors=record.errors + 1)
+
+    def _admit(self, record: StepRecord) -> Plan:
+        evicted = self.slots.evicted
+        plan = self.scheduler.plan(record.started)
+        record.admitted = [request.id for request in plan.admitted]
+        record.reused = {request.id: tokens for request, tokens in plan.reused.items()}
+        record.copied = plan.copied
+        record.preempted = {request.id: reason for request, reason in plan.preempted.items()}
+        record.evicted = self.slots.evicted - evicted
+        self._arrange()
+        return plan
 
     def _arrange(self) -> None:
         if moves := self.slots.moves:
@@ -149,6 +174,8 @@ class Engine:
         if not works:
             return []
         before = sum(interval.phase in ("prefill", "decode") for interval in record.intervals)
+        shares = {work.slot: _share(work, before) for work in works if not work.idle}
+        record.shares += shares.values()
         offset = self.clock() - record.started
         executed = self.executor.execute(works)
         self.progressed = time.monotonic()
@@ -162,7 +189,8 @@ class Engine:
         outputs = []
         for work, outcome in zip(works, executed.outcomes, strict=True):
             if not work.idle:
-                record.shares.append(_share(work, outcome, before + outcome.forward))
+                shares[work.slot].sampled = outcome.sampled is not None
+                shares[work.slot].forward += outcome.forward
                 outputs += self._receive(work, outcome, record)
         return outputs
 
@@ -209,12 +237,8 @@ class Engine:
         yield
         record.intervals.append(Interval(phase, began - record.started, self.clock() - began))
 
-    def _describe(self, record: StepRecord, plan: Plan, outputs: list[Output]) -> None:
-        record.admitted = [request.id for request in plan.admitted]
-        record.reused = {request.id: tokens for request, tokens in plan.reused.items()}
-        record.copied = plan.copied
+    def _describe(self, record: StepRecord, outputs: list[Output]) -> None:
         record.warm = self.slots.warm
-        record.preempted = {request.id: reason for request, reason in plan.preempted.items()}
         record.finished = [output.request_id for output in outputs if output.finish_reason]
         record.waiting = self.waiting
         record.running = self.running
@@ -248,7 +272,7 @@ def _request(work: Work) -> Request:
     return cast(Request, work.sequence)
 
 
-def _share(work: Work, outcome: Outcome, forward: int) -> Share:
+def _share(work: Work, forward: int) -> Share:
     request = _request(work)
     return Share(
         request_id=request.id,
@@ -257,6 +281,5 @@ def _share(work: Work, outcome: Outcome, forward: int) -> Share:
         kind="decode" if request.phase is Phase.DECODE else "prefill",
         start=work.start,
         tokens=work.count,
-        sampled=outcome.sampled is not None,
         forward=forward,
     )

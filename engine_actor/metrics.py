@@ -1,20 +1,30 @@
-"""An engine's figures as Prometheus metrics, mirrored to Ray's so that its dashboard shows them too.
+"""An engine's figures, as Prometheus families.
 
 Names and units follow https://prometheus.io/docs/practices/naming/. Every metric carries the label
 `engine`; labels with a tenant know at most TENANT_LABELS of them, later ones are `other`.
+
+Counted here and not in prometheus_client's own counters and histograms, which lock and look a series up for
+every token: they take six times as long. Families, samples and exposition are prometheus_client's.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics import MetricWrapperBase
-from prometheus_client.metrics_core import Metric
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
-from engine_actor.records import StepRecord
+from engine_actor.records import Occupancy, Share, StepRecord
+from engine_actor.request import Request
 
 TENANT_LABELS = 32
 OTHER_TENANTS = "other"
@@ -25,99 +35,126 @@ STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25,
 """Buckets for a step, a phase of it, and the gap between two tokens."""
 
 
-class Mirror(Protocol):
-    """What `ray.util.metrics` offers: the second place every figure goes to."""
+class _Values:
+    """A number per series; a series is named by its labels' values, in order."""
 
-    Counter: Any
-    Gauge: Any
-    Histogram: Any
+    family: type[CounterMetricFamily] | type[GaugeMetricFamily]
+
+    def __init__(self, name: str, text: str, *labels: str) -> None:
+        self.name = f"slotserve_{name}"
+        self.text = text
+        self.labels = ("engine", *labels)
+        # A series that first shows up at 1 has no rate: one without labels starts at 0.
+        self._values: dict[tuple[str, ...], float] = {} if labels else {(): 0}
+
+    def collect(self, engine: str) -> Metric:
+        family = self.family(self.name, self.text, labels=self.labels)
+        for series, value in self._values.items():
+            family.add_metric([engine, *series], value)
+        return family
 
 
-class _Figure:
-    """One metric of one engine, in both places."""
+class _Counter(_Values):
+    family = CounterMetricFamily
 
-    def __init__(self, own: MetricWrapperBase, mirrored: Any, engine: str) -> None:  # noqa: ANN401 - untyped Ray
-        self._own = own
-        self._mirrored = mirrored
-        self._engine = engine
-        # Looking a series up by its labels costs more than counting in it.
-        self._series: dict[tuple[str, ...], tuple[Any, dict[str, str]]] = {}
+    def inc(self, *series: str, by: float = 1) -> None:
+        if by:
+            self._values[series] = self._values.get(series, 0) + by
 
-    def inc(self, value: float = 1, **labels: str) -> None:
-        if value:
-            series, tags = self._find(labels)
-            series.inc(value)
-            if self._mirrored is not None:
-                self._mirrored.inc(value, tags)
+    def total(self, value: float) -> None:
+        """Show what is counted elsewhere."""
+        self._values[()] = value
 
-    def set(self, value: float, **labels: str) -> None:
-        series, tags = self._find(labels)
-        series.set(value)
-        if self._mirrored is not None:
-            self._mirrored.set(value, tags)
 
-    def observe(self, value: float, **labels: str) -> None:
-        series, tags = self._find(labels)
-        series.observe(value)
-        if self._mirrored is not None:
-            self._mirrored.observe(value, tags)
+class _Gauge(_Values):
+    family = GaugeMetricFamily
 
-    def _find(self, labels: dict[str, str]) -> tuple[Any, dict[str, str]]:
-        key = tuple(labels.values())
-        if key not in self._series:
-            tags = {"engine": self._engine, **labels}
-            self._series[key] = (self._own.labels(**tags), tags)
-        return self._series[key]
+    def set(self, value: float, *series: str) -> None:
+        self._values[series] = value
+
+
+class _Histogram:
+    def __init__(self, name: str, text: str, bounds: Sequence[float], *labels: str) -> None:
+        self.name = f"slotserve_{name}"
+        self.text = text
+        self.labels = ("engine", *labels)
+        self._bounds = bounds
+        self._counts: dict[tuple[str, ...], list[int]] = {}
+        """Observations up to each bound and above the one before; the last: above all bounds."""
+        self._sums: dict[tuple[str, ...], float] = {}
+
+    def observe(self, value: float, *series: str) -> None:
+        counts = self._counts.get(series)
+        if counts is None:
+            counts = self._counts[series] = [0] * (len(self._bounds) + 1)
+            self._sums[series] = 0.0
+        counts[bisect_left(self._bounds, value)] += 1
+        self._sums[series] += value
+
+    def collect(self, engine: str) -> Metric:
+        family = HistogramMetricFamily(self.name, self.text, labels=self.labels)
+        bounds = [*map(str, self._bounds), "+Inf"]
+        for series, counts in self._counts.items():
+            buckets = list(zip(bounds, accumulate(counts), strict=True))
+            family.add_metric([engine, *series], buckets, self._sums[series])
+        return family
+
+
+@dataclass(slots=True)
+class _Life:
+    """A request as far as the records have told it."""
+
+    request: Request
+    tenant: str
+    """The metric label."""
+    last_token: float | None
+    admitted: bool = False
+    computed: int = 0
+    """Most tokens ever cached for it: those below are recomputed when prefilled again."""
 
 
 class EngineMetrics:
-    """Not thread-safe but for `families`: one thread records."""
+    """Counts what it is told of. Not thread-safe."""
 
-    def __init__(
-        self, engine: str, info: Mapping[str, str], mirror: Mirror | None = None, *, slots: int = 0
-    ) -> None:
-        self._registry = CollectorRegistry()
+    def __init__(self, engine: str, info: Mapping[str, str]) -> None:
         self._engine = engine
-        self._mirror = mirror
         self._tenants: set[str] = set()
+        self._lives: dict[str, _Life] = {}
 
-        counter, gauge, histogram = self._counter, self._gauge, self._histogram
-        self.requests = counter("requests", "Requests ended.", "tenant", "finish_reason")
-        self.aborts = counter("aborts", "Requests whose client went away or that were cancelled.", "tenant")
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of admitted requests.", "tenant")
-        self.output_tokens = counter("output_tokens", "Tokens generated.", "tenant")
-        self.recomputed_tokens = counter("recomputed_tokens", "Tokens prefilled again after a preemption.")
-        self.preemptions = counter("preemptions", "Requests that had to give their slot back.", "reason")
-        self.steps = counter("steps", "Engine steps.")
-        self.step_errors = counter("step_errors", "Forwards that failed, or whose every request did.")
-        self.spans_exported = counter("spans_exported", "Trace spans handed to the exporter.")
-        self.spans_dropped = counter("spans_dropped", "Trace spans lost: queue full or collector dead.")
-        self.records_dropped = counter("records_dropped", "Steps that telemetry was too slow to look at.")
-        self.ttft = histogram(
+        self.requests = _Counter("requests", "Requests ended.", "tenant", "finish_reason")
+        self.aborts = _Counter("aborts", "Requests whose client went away or that were cancelled.", "tenant")
+        self.prompt_tokens = _Counter("prompt_tokens", "Prompt tokens of admitted requests.", "tenant")
+        self.output_tokens = _Counter("output_tokens", "Tokens generated.", "tenant")
+        self.recomputed_tokens = _Counter("recomputed_tokens", "Tokens prefilled again after a preemption.")
+        self.preemptions = _Counter("preemptions", "Requests that had to give their slot back.", "reason")
+        self.steps = _Counter("steps", "Engine steps.")
+        self.step_errors = _Counter("step_errors", "Forwards that failed, or whose every request did.")
+        self.spans_exported = _Counter("spans_exported", "Trace spans handed to the exporter.")
+        self.spans_dropped = _Counter("spans_dropped", "Trace spans lost: queue full or collector dead.")
+        self.records_dropped = _Counter("records_dropped", "Steps that telemetry was too slow to look at.")
+        self.ttft = _Histogram(
             "time_to_first_token_seconds",
             "From HTTP arrival to the first token, queue included.",
             SECONDS,
             "tenant",
         )
-        self.itl = histogram(
+        self.itl = _Histogram(
             "inter_token_latency_seconds", "Gap between two tokens of a request.", STEP_SECONDS, "tenant"
         )
-        self.e2e = histogram("request_seconds", "From HTTP arrival to the last token.", SECONDS, "tenant")
-        self.queue_time = histogram(
+        self.e2e = _Histogram("request_seconds", "From HTTP arrival to the last token.", SECONDS, "tenant")
+        self.queue_time = _Histogram(
             "queue_seconds", "From submission to the first time in a slot.", SECONDS, "tenant"
         )
-        self.step_time = histogram("step_seconds", "One engine step.", STEP_SECONDS)
-        self.phase_time = histogram("step_phase_seconds", "One phase of a step.", STEP_SECONDS, "phase")
-        self.waiting = gauge("requests_waiting", "Requests that wait for a slot.", "tenant")
-        self.running = gauge("requests_running", "Requests that hold a slot.")
-        self.free_slots = gauge("slots_free", "Slots nobody holds.")
-        self.slots = gauge("slots", "Slots of the engine.")
-        self.kv_tokens = gauge("kv_tokens", "Tokens whose keys and values are cached.")
-        self.kv_budget = gauge("kv_budget_tokens", "Tokens that may be cached at once.")
-        self.info = gauge("engine_info", "Always 1; the labels say what runs here.", *info)
-        self._labels = dict(info)
-        self._slots = slots
-        self.gauge_all(None, {})
+        self.step_time = _Histogram("step_seconds", "One engine step.", STEP_SECONDS)
+        self.phase_time = _Histogram("step_phase_seconds", "One phase of a step.", STEP_SECONDS, "phase")
+        self.waiting = _Gauge("requests_waiting", "Requests that wait for a slot.", "tenant")
+        self.running = _Gauge("requests_running", "Requests that hold a slot.")
+        self.free_slots = _Gauge("slots_free", "Slots nobody holds.")
+        self.slots = _Gauge("slots", "Slots of the engine.")
+        self.kv_tokens = _Gauge("kv_tokens", "Tokens whose keys and values are cached.")
+        self.kv_budget = _Gauge("kv_budget_tokens", "Tokens that may be cached at once.")
+        self.info = _Gauge("engine_info", "Always 1; the labels say what runs here.", *info)
+        self.info.set(1, *info.values())
 
     def tenant(self, name: str) -> str:
         """The label for a tenant: its name, or `other` once there are too many."""
@@ -126,17 +163,42 @@ class EngineMetrics:
             return name
         return OTHER_TENANTS
 
+    def submitted(self, request: Request) -> None:
+        """A request has reached the engine."""
+        tenant = self.tenant(request.tenant)
+        self._lives[request.id] = _Life(request, tenant, request.last_token)
+
     def stepped(self, record: StepRecord) -> None:
-        """Count a step and what it took."""
+        """A step is over."""
         self.steps.inc()
-        self.step_errors.inc(record.errors)
+        self.step_errors.inc(by=record.errors)
         self.step_time.observe(record.seconds)
         for phase, seconds in record.phases.items():
-            self.phase_time.observe(seconds, phase=phase)
+            self.phase_time.observe(seconds, phase)
+        for reason in record.preempted.values():
+            self.preemptions.inc(reason)
+        for request_id in record.admitted:
+            if (life := self._lives.get(request_id)) is not None:
+                self._admitted(life, record)
+        # A token is out when its step is over: that is when its frame leaves.
+        now = record.started + record.seconds
+        for share in record.shares:
+            if (life := self._lives.get(share.request_id)) is not None:
+                self._served(life, share, now)
 
-    def gauge_all(self, record: StepRecord | None, waiting: Mapping[str, int]) -> None:
-        """Set what is a state and not an event. Ray forgets a gauge that is not set again for long."""
-        self.info.set(1, **self._labels)
+    def ended(self, request: Request, at: float) -> None:
+        """A request has left the engine."""
+        if (life := self._lives.pop(request.id, None)) is None:
+            return
+        reason = request.finish_reason or "error"
+        self.requests.inc(life.tenant, reason)
+        if reason == "abort":
+            self.aborts.inc(life.tenant)
+        else:
+            self.e2e.observe(max(0.0, at - request.arrival), life.tenant)
+
+    def gauge(self, occupancy: Occupancy | None, waiting: Mapping[str, int]) -> None:
+        """Set what is a state and not an event; `waiting`: requests by tenant."""
         by_label = dict.fromkeys(self._tenants, 0)
         if len(self._tenants) == TENANT_LABELS:
             by_label[OTHER_TENANTS] = 0
@@ -144,37 +206,38 @@ class EngineMetrics:
             label = self.tenant(name)
             by_label[label] = by_label.get(label, 0) + count
         for label, count in by_label.items():
-            self.waiting.set(count, tenant=label)
-        self.slots.set(self._slots)
-        self.running.set(record.running if record else 0)
-        self.free_slots.set(record.free_slots if record else self._slots)
-        self.kv_tokens.set(record.kv_tokens if record else 0)
-        if record:
-            self.kv_budget.set(record.kv_budget)
+            self.waiting.set(count, label)
+        if occupancy is not None:
+            self.running.set(occupancy.running)
+            self.slots.set(occupancy.slots)
+            self.free_slots.set(occupancy.free_slots)
+            self.kv_tokens.set(occupancy.kv_tokens)
+            self.kv_budget.set(occupancy.kv_budget)
 
     def families(self) -> list[Metric]:
         """Everything, ready to be pickled and merged with other engines' figures."""
-        return list(self._registry.collect())
+        figures = (f for f in vars(self).values() if isinstance(f, _Values | _Histogram))
+        return [figure.collect(self._engine) for figure in figures]
 
-    def _counter(self, name: str, text: str, *labels: str) -> _Figure:
-        full, keys = f"slotserve_{name}", ("engine", *labels)
-        own = Counter(full, text, keys, registry=self._registry)
-        mirrored = self._mirror and self._mirror.Counter(f"{full}_total", description=text, tag_keys=keys)
-        return _Figure(own, mirrored, self._engine)
+    def _admitted(self, life: _Life, record: StepRecord) -> None:
+        if not life.admitted:
+            life.admitted = True
+            self.queue_time.observe(record.started - life.request.queued, life.tenant)
+            if not life.request.resumed:
+                self.prompt_tokens.inc(life.tenant, by=life.request.prompt_len)
 
-    def _gauge(self, name: str, text: str, *labels: str) -> _Figure:
-        full, keys = f"slotserve_{name}", ("engine", *labels)
-        own = Gauge(full, text, keys, registry=self._registry)
-        mirrored = self._mirror and self._mirror.Gauge(full, description=text, tag_keys=keys)
-        return _Figure(own, mirrored, self._engine)
-
-    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> _Figure:
-        full, keys = f"slotserve_{name}", ("engine", *labels)
-        own = Histogram(full, text, keys, buckets=buckets, registry=self._registry)
-        mirrored = self._mirror and self._mirror.Histogram(
-            full, description=text, boundaries=list(buckets), tag_keys=keys
-        )
-        return _Figure(own, mirrored, self._engine)
+    def _served(self, life: _Life, share: Share, now: float) -> None:
+        if share.kind == "prefill":
+            self.recomputed_tokens.inc(by=max(0, min(life.computed - share.start, share.tokens)))
+        life.computed = max(life.computed, share.start + share.tokens)
+        if share.sampled:
+            self.output_tokens.inc(life.tenant)
+            if life.last_token is not None:
+                # Another machine's clock may be ahead of this one's.
+                self.itl.observe(max(0.0, now - life.last_token), life.tenant)
+            elif not life.request.resumed:
+                self.ttft.observe(max(0.0, now - life.request.arrival), life.tenant)
+            life.last_token = now
 
 
 def exposition(sources: Iterable[Sequence[Metric]]) -> bytes:
@@ -183,8 +246,7 @@ def exposition(sources: Iterable[Sequence[Metric]]) -> bytes:
     for families in sources:
         for family in families:
             into = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-            # When a series began is of no use here and doubles the page.
-            into.samples += [sample for sample in family.samples if not sample.name.endswith("_created")]
+            into.samples += family.samples
 
     class Merged(Collector):
         def collect(self) -> Iterable[Metric]:

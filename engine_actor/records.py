@@ -1,4 +1,4 @@
-"""One step as an observer sees it."""
+"""What an observer sees: a step that is over, and how full the engine is."""
 
 from __future__ import annotations
 
@@ -80,3 +80,14 @@ class StepRecord:
     def seconds(self) -> float:
         """From the start of the step to the end of its last interval."""
         return self.intervals[-1].offset + self.intervals[-1].seconds if self.intervals else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """How full an engine is at one moment."""
+
+    running: int
+    slots: int
+    free_slots: int
+    kv_tokens: int
+    kv_budget: int

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from engine_actor.engine import Engine, RequestRefusedError
 from engine_actor.messages import EngineInfo, EngineStatus, Frame
-from engine_actor.records import StepRecord
+from engine_actor.records import Occupancy, StepRecord
 from engine_actor.request import FinishReason, Output, Request
 
 log = logging.getLogger(__name__)
@@ -25,6 +25,10 @@ MAX_FAILED_STEPS = 3
 
 class Observer(Protocol):
     """Watches the loop from the step thread, so it must be quick; what it raises is logged."""
+
+    def on_start(self, occupancy: Callable[[], Occupancy]) -> None:
+        """The engine is built; any thread may ask how full it is, at any time."""
+        ...
 
     def on_submit(self, request: Request) -> None: ...
 
@@ -135,6 +139,10 @@ class StepLoop(threading.Thread):
             stalled = time.monotonic() - max(self._roused, self._engine.progressed)
         return EngineStatus(status.steps, status.waiting, status.running, status.free_kv, stalled)
 
+    def unfinished(self) -> StepRecord | None:
+        """See Engine.unfinished."""
+        return None if self._engine is None else self._engine.unfinished()
+
     def run(self) -> None:
         """Build, then step until stopped."""
         try:
@@ -143,6 +151,8 @@ class StepLoop(threading.Thread):
                 self._engine = engine
                 self._capacity = engine.slots.count + self._max_waiting
             self._update_status(engine)
+            for observer in self._observers:
+                self._guarded(observer.on_start, engine.occupancy)
             self._ready(info)
             self._run(engine)
         except BaseException as error:

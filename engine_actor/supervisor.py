@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass
 
 import ray
+import ray.util.metrics
 from ray import serve
 from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
@@ -143,7 +144,8 @@ class Supervisor:
         threads = self._config.threads or self._thread_share()
         config = dataclasses.replace(self._config, threads=threads)
         name = f"{self._application}-engine-{index}"
-        telemetry = functools.partial(open_telemetry, f"engine-{index}", self._telemetry)
+        gauge = ray.util.metrics.Gauge
+        telemetry = functools.partial(open_telemetry, f"engine-{index}", self._telemetry, gauge)
         actor_class = ray.remote(EngineActor).options(name=name, num_cpus=0, num_gpus=self._gpu_share())
         return actor_class.remote(
             name, functools.partial(build, config), config.max_waiting, config.stall_seconds, telemetry

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from engine_actor.history import StepHistory
 from engine_actor.metrics import EngineMetrics
 from engine_actor.telemetry import Telemetry
 from model.batch import Batch
@@ -21,7 +22,7 @@ def fake_storage(num_slots: int = 4, max_len: int = 64, *, poison: bool = True) 
 
 def fake_telemetry() -> Telemetry:
     """Watches, counts, and sends spans nowhere."""
-    return Telemetry("engine", EngineMetrics("engine", {}), None, policy="fcfs")
+    return Telemetry(StepHistory("engine"), EngineMetrics("engine", {}))
 
 
 class FakeModel:

@@ -20,6 +20,7 @@ from app.api_error import ApiError
 from app.observe import Observatory
 from engine_actor import request as engine_request
 from engine_actor.engine import Engine
+from engine_actor.history import StepHistory
 from engine_actor.metrics import EngineMetrics
 from engine_actor.scheduler import Mode
 from engine_actor.telemetry import Telemetry
@@ -82,7 +83,7 @@ class RunningEngine:
         executor = ModelExecutor(model, fake_storage(num_slots=slots, max_len=1024, poison=False))
         self.engine = Engine(executor, Fcfs(), mode=mode, max_step_tokens=slots + 48, kv_budget=kv_budget)
         self.info = {"engine": name, "mode": mode, "policy": "fcfs", "slots": slots}
-        self.telemetry = Telemetry(name, EngineMetrics(name, {"mode": mode}), None, policy="fcfs")
+        self.telemetry = Telemetry(StepHistory(name), EngineMetrics(name, {"mode": mode}))
         self.view = LocalView(name, self.telemetry)
         self._lock = threading.Lock()
         self._open: dict[str, engine_request.Request] = {}

@@ -7,18 +7,19 @@ import re
 from pathlib import Path
 
 from engine_actor.metrics import EngineMetrics
+from tests.engine_actor.watched import INFO, request, tight_engine, watched
 
 DASHBOARD = Path(__file__).parents[1] / "docs" / "grafana-dashboard.json"
-INFO = {"version": "1", "model": "toy", "mode": "chunked", "policy": "fcfs"}
 
 
 def test_every_query_names_metrics_and_labels_that_exist() -> None:
-    metrics = EngineMetrics("engine-0", INFO)
-    for figure in vars(metrics).values():
-        if hasattr(figure, "_own"):
-            # A series exists from the first look at it.
-            figure._own.labels(**dict.fromkeys(figure._own._labelnames, "x"))
-    samples = [sample for family in metrics.families() for sample in family.samples]
+    with watched(tight_engine()) as subject:
+        # A series exists from its first event on: these are preempted, finished, and aborted.
+        subject.run([request(f"r{i}", 9, 16) for i in range(3)])
+        aborted = request("aborted", 3, 3)
+        subject.submit(aborted)
+        subject.abort(aborted)
+        samples = [sample for family in subject.telemetry.figures() for sample in family.samples]
     names = {sample.name for sample in samples}
     labels_of = {name: {key for s in samples if s.name == name for key in s.labels} for name in names}
 

@@ -18,7 +18,7 @@ from app import live, observe
 from app.api_error import ApiError
 from app.live import LAG, LiveFeed
 from app.observe import MAX_TRACES, MAX_WATCHERS, Observatory
-from engine_actor.telemetry import HISTORY_SECONDS
+from engine_actor.history import HISTORY_SECONDS
 from tests.engine_actor.test_chrome_trace import check_nesting
 from tests.observed import ObservedServer, RunningEngine, observed_server, offer_load
 

@@ -14,7 +14,7 @@ from bench.trace import steps_of_spans
 from engine_actor.chrome_trace import chrome_trace
 from engine_actor.clock import wall
 from engine_actor.span_export import JsonLinesExporter
-from engine_actor.spans import step_spans
+from engine_actor.spans import child_context, step_spans
 from tests.engine_actor.test_chrome_trace import busy_steps
 from tests.observed import RunningEngine, observed_server, offer_load
 
@@ -23,7 +23,7 @@ def test_trace_and_span_files_tell_of_the_same_steps(tmp_path: Path) -> None:
     records = busy_steps()
     exporter = JsonLinesExporter(tmp_path, "engine-0")
     for record in records:
-        exporter.export(step_spans(record, "engine-0", "fcfs", Resource({})))
+        exporter.export(step_spans(record, child_context(None), "engine-0", "fcfs", Resource({})))
     of_spans = list(steps_of_spans(tmp_path))
     of_trace = observed.steps(chrome_trace({0: records}))
     assert len(of_spans) == len(of_trace) == len(records)

@@ -15,7 +15,7 @@ from engine_actor import actor
 from engine_actor.actor import EngineActor
 from engine_actor.engine import Engine
 from engine_actor.messages import EngineInfo, EngineStatus, Frame
-from engine_actor.records import StepRecord
+from engine_actor.records import Occupancy, StepRecord
 from engine_actor.request import Output, Request
 from engine_actor.scheduler import Mode
 from engine_actor.step_loop import MAX_FAILED_STEPS, StepLoop
@@ -41,6 +41,9 @@ class Recorder:
         self.errors: list[BaseException] = []
         self.ready = threading.Event()
         self.failed = threading.Event()
+
+    def on_start(self, occupancy: Callable[[], Occupancy]) -> None:
+        pass
 
     def on_submit(self, request: Request) -> None:
         self.submitted.append(request.id)
