@@ -199,7 +199,6 @@ class Settings(BaseModel):
             version=_version(),
             tracing=self.tracing,
             trace_all_steps=self.trace_all_steps,
-            slots=self.max_num_seqs,
             labels={"model": model_name, "mode": self.mode, "policy": self.policy},
         )
 

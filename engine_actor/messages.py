@@ -41,7 +41,6 @@ class TelemetryConfig:
     version: str = ""
     tracing: bool = True
     trace_all_steps: bool = False
-    slots: int = 0
     labels: dict[str, str] = field(default_factory=dict)
     """What the metric `slotserve_engine_info` says."""
 
