@@ -113,7 +113,7 @@ class Settings(BaseModel):
     )
     tracing: bool = Field(
         True,
-        description="Record spans: to `OTEL_EXPORTER_OTLP_ENDPOINT` if set, else to files under `run_dir`.",
+        description="Record spans, to files under `run_dir` or where OpenTelemetry's variables say.",
     )
     trace_all_steps: bool = Field(
         False, description="Link a request's spans to every step it rode in, not only to the telling ones."

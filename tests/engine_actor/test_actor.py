@@ -10,16 +10,24 @@ from dataclasses import replace
 
 import pytest
 import torch
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
 
 from engine_actor import actor
 from engine_actor.actor import EngineActor
 from engine_actor.engine import Engine
+from engine_actor.history import StepHistory
 from engine_actor.messages import EngineInfo, EngineStatus, Frame
+from engine_actor.metrics import EngineMetrics
 from engine_actor.records import Occupancy, StepRecord
 from engine_actor.request import Output, Request
 from engine_actor.scheduler import Mode
+from engine_actor.span_export import SpanSink
+from engine_actor.spans import SpanRecorder
 from engine_actor.step_loop import MAX_FAILED_STEPS, StepLoop
 from engine_actor.step_wire import decode_step, unpack_steps
+from engine_actor.telemetry import Telemetry
 from model.batch import Batch
 from model.executor import SamplingParams
 from model.model_executor import ModelExecutor
@@ -326,6 +334,48 @@ def test_an_engine_whose_step_does_not_end_gives_up(monkeypatch: pytest.MonkeyPa
             end.set()
 
     actor_scenario(work, Hung(), stall_seconds=0.2)
+
+
+def test_an_engine_that_gives_up_exports_the_step_it_dies_in_before_it_exits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class DeviceGoneError(BaseException):
+        """No request is to blame."""
+
+    class Dead(FakeModel):
+        def forward(self, *args: object) -> object:  # type: ignore[override]
+            raise DeviceGoneError
+
+    exporter = InMemorySpanExporter()
+    exported_at_exit: list[set[tuple[str, StatusCode]]] = []
+
+    def leave(code: int) -> None:
+        spans = exporter.get_finished_spans()
+        exported_at_exit.append({(span.name, span.status.status_code) for span in spans})
+
+    monkeypatch.setattr(actor.os, "_exit", leave)
+    monkeypatch.setattr(actor.logging, "shutdown", lambda: None)
+
+    def telemetry() -> Telemetry:
+        spans = SpanRecorder("0", SpanSink(exporter, "memory", Resource({})), policy="fcfs")
+        return Telemetry(StepHistory("0"), EngineMetrics("0", {}), spans)
+
+    async def work() -> None:
+        engine = EngineActor(
+            "engine",
+            lambda: (Engine(ModelExecutor(Dead(), fake_storage()), Fcfs()), INFO),
+            10,
+            60.0,
+            telemetry,
+        )
+        await engine.ready()
+        engine._steps.submit("replica", [request("a")])
+        while not exported_at_exit:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(work(), 10))
+    assert ("engine.step", StatusCode.ERROR) in exported_at_exit[0]
+    assert ("engine.decode", StatusCode.UNSET) in exported_at_exit[0]
 
 
 def test_a_long_step_of_many_forwards_is_no_stall() -> None:
