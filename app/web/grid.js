@@ -125,6 +125,8 @@ export class Grid {
     const inset = row > 9 ? 2 : 1;
     for (const { step, x, width } of this.columns) {
       if (step.idle > GAP_SECONDS) this.gap(context, x, step.idle, row * store.slots);
+      context.fillStyle = css("--warm");
+      for (const slot of step.warm ?? []) context.fillRect(x, STRIP + (slot + 0.5) * row - 1, width, 2);
       for (const share of step.shares) {
         const request = store.requests.get(share[SHARE.id]);
         if (!request) continue;
@@ -143,7 +145,12 @@ export class Grid {
         const round = Math.min(4, high / 2, wide / 2);
         context.roundRect(x + left, y, wide, high, [first ? round : 0, last ? round : 0, last ? round : 0, first ? round : 0]);
         context.fill();
-        if (kind === "prefill") this.hatch(context, x + left, y, wide, high, paint(hue, 1));
+        if (kind === "prefill") {
+          // What it found computed, as its part of the prompt so far: from the top, without the hatch.
+          const reused = step.reused?.[request.id] ?? 0;
+          const found = high * (reused / (reused + share[SHARE.tokens]));
+          this.hatch(context, x + left, y + found, wide, high - found, paint(hue, 1));
+        }
         if (last && width > 4) this.dot(context, x + left + wide - Math.min(4, wide / 2), y + high / 2, Math.min(2, high / 4));
       }
       context.globalAlpha = 1;
@@ -292,12 +299,14 @@ export class Grid {
 function describe(store, { step, slot, share, inGrid }) {
   const took = `step ${step.number.toLocaleString("en")} took ${milliseconds(step.seconds)}`;
   if (!inGrid) return [took, `${step.prefill} prefill rows, ${step.decode} decode rows`, `${step.running} running, ${step.waiting} waiting`];
-  if (!share) return [`slot ${slot}: nobody`, took];
+  if (!share) return [`slot ${slot}: ${step.warm?.includes(slot) ? "free, and remembers what it computed" : "nobody"}`, took];
   const request = store.requests.get(share[SHARE.id]);
   const work = share[SHARE.kind] === "prefill"
     ? `prefill: tokens ${share[SHARE.start]} to ${share[SHARE.start] + share[SHARE.tokens] - 1} of its prompt`
     : `decode: ${request?.prompt ? `output token ${share[SHARE.start] - request.prompt + 2}` : "one token"}`;
-  return [`slot ${slot}: ${shortId(share[SHARE.id])} of ${share[SHARE.tenant]}`, work, took];
+  const reused = step.reused?.[share[SHARE.id]];
+  const found = reused ? [`${reused} tokens before them were found computed`] : [];
+  return [`slot ${slot}: ${shortId(share[SHARE.id])} of ${share[SHARE.tenant]}`, work, ...found, took];
 }
 
 export function shortId(id) {

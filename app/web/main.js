@@ -110,11 +110,13 @@ function legend() {
     item.textContent = note;
     items.push(item);
   }
-  const lost = document.createElement("li");
-  const arrow = document.createElement("i");
-  arrow.className = "arrow";
-  lost.append(arrow, "preempted");
-  items.push(lost);
+  for (const [kind, text] of [["warm", "free, and remembers"], ["arrow", "preempted"]]) {
+    const item = document.createElement("li");
+    const swatch = document.createElement("i");
+    swatch.className = kind;
+    item.append(swatch, text);
+    items.push(item);
+  }
   $("legend").replaceChildren(...items);
 }
 

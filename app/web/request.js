@@ -30,7 +30,7 @@ export function showRequest(target, store, id, { onStep }) {
   const rows = [
     ["Time to first token", request.firstToken !== null && request.arrival !== null ? milliseconds(request.firstToken - request.arrival) : "–"],
     ["of which in the queue", milliseconds(total("queue"))],
-    ["Prefill", `${milliseconds(total("prefill"))}${request.prompt ? ` for ${request.prompt} prompt tokens` : ""}`],
+    ["Prefill", `${milliseconds(total("prefill"))}${request.prompt ? ` for ${request.prompt} prompt tokens` : ""}${request.reused ? `, ${request.reused} found computed` : ""}`],
     ["Decode", `${milliseconds(total("decode"))} for ${request.tokens} tokens`],
     ["Longest gap between tokens", milliseconds(request.worstGap)],
   ];

@@ -42,6 +42,9 @@ export class EngineStore {
       Object.assign(this.request(id, tenant), { arrival, prompt, max });
     }
     for (const id of Object.keys(step.preempted ?? {})) this.preempt(id, step);
+    for (const [id, tokens] of Object.entries(step.reused ?? {})) {
+      if (this.requests.has(id)) this.requests.get(id).reused += tokens;
+    }
     for (const share of step.shares) this.serve(share, step);
     for (const id of step.finished) this.finish(id, step);
     for (const [id, reason, end] of step.ended ?? []) this.end(id, reason, end);
@@ -60,7 +63,7 @@ export class EngineStore {
       request = {
         id, tenant, arrival: null, prompt: null, max: null, number: this.requests.size + (this.dropped ?? 0),
         segments: [], firstStep: null, lastStep: null, slowest: null, tokens: 0, firstToken: null,
-        lastToken: null, worstGap: 0, preemptions: 0, reason: null, ended: null, slot: null, seen: 0,
+        lastToken: null, worstGap: 0, preemptions: 0, reused: 0, reason: null, ended: null, slot: null, seen: 0,
       };
       this.requests.set(id, request);
     }

@@ -44,6 +44,17 @@ def test_requests_appear_and_end_and_one_can_be_opened(server: ObservedServer) -
         page.wait(lambda: "finished" in page.text("request"), "the request's end", 20)
         assert "for 60 prompt tokens" in page.text("request")
         assert "for 150 tokens" in page.text("request")
+
+        engine.submit("chatcmpl-again", 60, 150, "atlas")
+
+        def opened() -> bool:
+            # Slot 0 remembers more than it shares, so that the prompt is copied to the next free one.
+            click_newest_cell(page, 1)
+            return "chatcmpl-again" in page.text("request")
+
+        page.wait(opened, "the one that reuses")
+        page.wait(lambda: "for 60 prompt tokens, 59 found computed" in page.text("request"), "what it reused")
+        assert "free, and remembers" in page.text("legend")
         assert problems(page) == []
 
 
