@@ -343,7 +343,7 @@ def test_an_engine_that_gives_up_exports_the_step_it_dies_in_before_it_exits(
         """No request is to blame."""
 
     class Dead(FakeModel):
-        def forward(self, *args: object) -> object:  # type: ignore[override]
+        def forward(self, batch: Batch, storage: SlotStorage) -> torch.Tensor:
             raise DeviceGoneError
 
     exporter = InMemorySpanExporter()
@@ -353,8 +353,8 @@ def test_an_engine_that_gives_up_exports_the_step_it_dies_in_before_it_exits(
         spans = exporter.get_finished_spans()
         exported_at_exit.append({(span.name, span.status.status_code) for span in spans})
 
-    monkeypatch.setattr(actor.os, "_exit", leave)
-    monkeypatch.setattr(actor.logging, "shutdown", lambda: None)
+    monkeypatch.setattr("os._exit", leave)
+    monkeypatch.setattr("logging.shutdown", lambda: None)
 
     def telemetry() -> Telemetry:
         spans = SpanRecorder("0", SpanSink(exporter, "memory", Resource({})), policy="fcfs")
