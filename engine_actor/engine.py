@@ -120,7 +120,14 @@ class Engine:
     def occupancy(self) -> Occupancy:
         """How full it is now. Any thread may ask."""
         slots = self.slots
-        return Occupancy(self.running, slots.count, slots.free, slots.tokens, self.scheduler.kv_budget)
+        return Occupancy(
+            running=self.running,
+            slots=slots.count,
+            free_slots=slots.free,
+            kv_tokens=slots.tokens,
+            warm_tokens=slots.warm_tokens,
+            kv_budget=self.scheduler.kv_budget,
+        )
 
     def step(self) -> tuple[list[Output], StepRecord]:
         """Admit, prefill, decode one token for every running request, retire the finished."""

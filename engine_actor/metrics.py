@@ -126,6 +126,9 @@ class EngineMetrics:
         self.prompt_tokens = _Counter("prompt_tokens", "Prompt tokens of admitted requests.", "tenant")
         self.output_tokens = _Counter("output_tokens", "Tokens generated.", "tenant")
         self.recomputed_tokens = _Counter("recomputed_tokens", "Tokens prefilled again after a preemption.")
+        self.reused_tokens = _Counter("reused_tokens", "Tokens that requests found computed.")
+        self.copied_tokens = _Counter("copied_tokens", "Those of them that were copied from another slot.")
+        self.evicted_tokens = _Counter("evicted_tokens", "Tokens of warm slots that were forgotten.")
         self.preemptions = _Counter("preemptions", "Requests that had to give their slot back.", "reason")
         self.steps = _Counter("steps", "Engine steps.")
         self.step_errors = _Counter("step_errors", "Forwards that failed, or whose every request did.")
@@ -151,7 +154,8 @@ class EngineMetrics:
         self.running = _Gauge("requests_running", "Requests that hold a slot.")
         self.free_slots = _Gauge("slots_free", "Slots nobody holds.")
         self.slots = _Gauge("slots", "Slots of the engine.")
-        self.kv_tokens = _Gauge("kv_tokens", "Tokens whose keys and values are cached.")
+        self.kv_tokens = _Gauge("kv_tokens", "Tokens whose keys and values requests hold.")
+        self.warm_tokens = _Gauge("warm_tokens", "Tokens that free slots remember.")
         self.kv_budget = _Gauge("kv_budget_tokens", "Tokens that may be cached at once.")
         self.info = _Gauge("engine_info", "Always 1; the labels say what runs here.", *info)
         self.info.set(1, *info.values())
@@ -175,6 +179,9 @@ class EngineMetrics:
         self.step_time.observe(record.seconds)
         for phase, seconds in record.phases.items():
             self.phase_time.observe(seconds, phase)
+        self.reused_tokens.inc(by=sum(record.reused.values()))
+        self.copied_tokens.inc(by=record.copied)
+        self.evicted_tokens.inc(by=record.evicted)
         for reason in record.preempted.values():
             self.preemptions.inc(reason)
         for request_id in record.admitted:
@@ -212,6 +219,7 @@ class EngineMetrics:
             self.slots.set(occupancy.slots)
             self.free_slots.set(occupancy.free_slots)
             self.kv_tokens.set(occupancy.kv_tokens)
+            self.warm_tokens.set(occupancy.warm_tokens)
             self.kv_budget.set(occupancy.kv_budget)
 
     def families(self) -> list[Metric]:

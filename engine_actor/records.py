@@ -90,4 +90,5 @@ class Occupancy:
     slots: int
     free_slots: int
     kv_tokens: int
+    warm_tokens: int
     kv_budget: int

@@ -55,6 +55,8 @@ class Stage:
     end: float
     tokens: int = 0
     """Prefilled or generated."""
+    cached: int = 0
+    """Prefill only: tokens found computed."""
     slot: int | None = None
     reason: PreemptReason | None = None
     """`preempted` only."""
@@ -178,6 +180,7 @@ def _serve(life: _Life, share: Share, record: StepRecord, end: float) -> None:
         stage.tokens += share.sampled
         return
     stage.tokens += share.tokens
+    stage.cached += record.reused.get(share.request_id, 0)
     stage.chunk_count += 1
     if len(stage.chunks) < MAX_CHUNK_EVENTS:
         stage.chunks.append((record.started, record.number, share.start, share.tokens))
@@ -204,6 +207,7 @@ def step_spans(
         "slotserve.step.request_count": len(requests),
         "slotserve.step.admitted": len(record.admitted),
         "slotserve.step.preemptions": len(record.preempted),
+        "slotserve.step.reused_tokens": sum(record.reused.values()),
         "slotserve.step.finished": len(record.finished),
         "slotserve.step.errors": record.errors,
         "slotserve.requests.waiting": record.waiting,
@@ -244,6 +248,7 @@ def request_spans(
         if stage.name == "prefill":
             attributes |= {
                 "slotserve.prefill.tokens": stage.tokens,
+                "slotserve.prefill.cached_tokens": stage.cached,
                 "slotserve.prefill.chunks": stage.chunk_count,
                 "slotserve.prefill.recompute": recomputing,
             }

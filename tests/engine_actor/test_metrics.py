@@ -134,3 +134,16 @@ def test_two_engines_make_one_page_with_each_family_once() -> None:
     assert 'slotserve_steps_total{engine="0"} 3.0' in text
     assert 'slotserve_steps_total{engine="1"} 3.0' in text
     assert "_created" not in text
+
+
+def test_what_is_reused_and_forgotten_is_counted_and_said_in_spans() -> None:
+    engine = Engine(ModelExecutor(FakeModel(), fake_storage(num_slots=1)), Fcfs())
+    with watched(engine) as subject:
+        subject.run([request("first", 20, 2)])
+        assert subject.metric('slotserve_warm_tokens{engine="0"}') == 21
+        subject.run([request("again", 20, 2)])
+        subject.run([replace(request("other", 20, 2), prompt=[7] * 20)])
+        assert subject.metric('slotserve_reused_tokens_total{engine="0"}') == 19
+        assert subject.metric('slotserve_copied_tokens_total{engine="0"}') == 0
+        assert subject.metric('slotserve_evicted_tokens_total{engine="0"}') == 21
+        assert subject.metric('slotserve_kv_tokens{engine="0"}') == 0
