@@ -74,8 +74,13 @@ class Settings(BaseModel):
         None,
         ge=2,
         description="Rows of one step in mode `chunked` (vLLM: `max_num_batched_tokens`): the decodes first, "
-        "prompts get the rest; empty: two for each slot, sixteen while requests wait for a slot or nobody "
-        "decodes.",
+        "prompts get the rest; empty: as many as `itl_target_ms` allows.",
+    )
+    itl_target_ms: float | None = Field(
+        None,
+        gt=0,
+        description="How long a step may take while somebody decodes, by what steps took so far; empty: "
+        "1.8 steps of a full batch, longer while requests wait for a slot.",
     )
     prefix_reuse: Literal["tenant", "all", "off"] = Field(
         "tenant",
@@ -179,6 +184,7 @@ class Settings(BaseModel):
             kv_budget_tokens=self.kv_budget_tokens,
             mode=self.mode,
             max_step_tokens=self.max_step_tokens,
+            itl_target=None if self.itl_target_ms is None else self.itl_target_ms / 1000,
             prefix_reuse=self.prefix_reuse,
             policy=self.policy,
             policy_settings=self._weighted() if self.policy == "fair" else self.policy_settings,

@@ -44,6 +44,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         max_step_tokens=config.max_step_tokens,
         kv_budget=config.kv_budget_tokens,
         prefix_reuse=config.prefix_reuse,
+        itl_target=config.itl_target,
     )
     return engine, _describe(config, engine, model, executor.storage, threads, bits)
 

@@ -22,7 +22,7 @@ from engine_actor.records import Interval, Occupancy, Share, StepRecord
 from engine_actor.request import FinishReason, Output, Phase, PreemptReason, Request
 from engine_actor.scheduler import Mode, Plan, Reuse, Scheduler
 from engine_actor.slots import Slots
-from model.executor import Executor, Outcome, Sampled, Work
+from model.executor import Executed, Executor, Outcome, Sampled, Work
 from policies.base import Policy
 
 log = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ class Engine:
         max_step_tokens: int | None = None,
         kv_budget: int | None = None,
         prefix_reuse: Reuse = "tenant",
+        itl_target: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.executor = executor
@@ -57,6 +58,7 @@ class Engine:
             max_step_tokens=max_step_tokens,
             kv_budget=kv_budget,
             prefix_reuse=prefix_reuse,
+            itl_target=itl_target,
         )
         self.clock = clock
         self.steps = 0
@@ -127,6 +129,7 @@ class Engine:
             kv_tokens=slots.tokens,
             warm_tokens=slots.warm_tokens,
             kv_budget=self.scheduler.kv_budget,
+            step_time=self.scheduler.step_time.coefficients,
         )
 
     def step(self) -> tuple[list[Output], StepRecord]:
@@ -186,6 +189,8 @@ class Engine:
         offset = self.clock() - record.started
         executed = self.executor.execute(works)
         self.progressed = time.monotonic()
+        if not executed.failures:
+            self._learn(works, executed)
         for stage, seconds in executed.stages:
             record.intervals.append(Interval(phase if stage == "forward" else stage, offset, seconds))
             offset += seconds
@@ -200,6 +205,13 @@ class Engine:
                 shares[work.slot].forward += outcome.forward
                 outputs += self._receive(work, outcome, record)
         return outputs
+
+    def _learn(self, works: list[Work], executed: Executed) -> None:
+        rows = cached = 0
+        for work in works:
+            rows += work.count
+            cached += work.start + work.count
+        self.scheduler.step_time.observe(rows, cached, sum([seconds for _, seconds in executed.stages]))
 
     def _receive(self, work: Work, outcome: Outcome, record: StepRecord) -> list[Output]:
         """What one work's outcome means for its request, and what to say of it."""

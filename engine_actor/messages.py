@@ -26,6 +26,7 @@ class EngineConfig:
     kv_budget_tokens: int | None = None
     mode: Literal["separate", "batched", "chunked"] = "chunked"
     max_step_tokens: int | None = None
+    itl_target: float | None = None
     prefix_reuse: Literal["tenant", "all", "off"] = "tenant"
     policy: str = "fcfs"
     policy_settings: dict[str, Any] = field(default_factory=dict)

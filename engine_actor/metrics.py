@@ -157,6 +157,9 @@ class EngineMetrics:
         self.kv_tokens = _Gauge("kv_tokens", "Tokens whose keys and values requests hold.")
         self.warm_tokens = _Gauge("warm_tokens", "Tokens that free slots remember.")
         self.kv_budget = _Gauge("kv_budget_tokens", "Tokens that may be cached at once.")
+        self.step_fixed = _Gauge("step_fixed_seconds", "Learned: what a step takes whatever is in it.")
+        self.step_row = _Gauge("step_row_seconds", "Learned: what each row adds to a step.")
+        self.step_cached = _Gauge("step_cached_token_seconds", "Learned: what each cached token adds.")
         self.info = _Gauge("engine_info", "Always 1; the labels say what runs here.", *info)
         self.info.set(1, *info.values())
 
@@ -221,6 +224,10 @@ class EngineMetrics:
             self.kv_tokens.set(occupancy.kv_tokens)
             self.warm_tokens.set(occupancy.warm_tokens)
             self.kv_budget.set(occupancy.kv_budget)
+            for gauge, seconds in zip(
+                (self.step_fixed, self.step_row, self.step_cached), occupancy.step_time, strict=True
+            ):
+                gauge.set(seconds)
 
     def families(self) -> list[Metric]:
         """Everything, ready to be pickled and merged with other engines' figures."""

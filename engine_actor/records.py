@@ -91,4 +91,6 @@ class Occupancy:
     free_slots: int
     kv_tokens: int
     warm_tokens: int
+    step_time: tuple[float, float, float]
+    """Seconds of a step, of a row and of a cached token, as learned so far."""
     kv_budget: int

@@ -14,6 +14,7 @@ from typing import Literal, cast
 from engine_actor.prefixes import BLOCK, block_keys
 from engine_actor.request import NO_SLOT, Phase, PreemptReason, Request
 from engine_actor.slots import Prefix, Slots
+from engine_actor.step_time import StepTime
 from model.executor import Work
 from policies.base import Policy
 
@@ -27,10 +28,14 @@ MAX_SCORED_ROWS = 256
 
 CALM_TOKENS_PER_SLOT = 2
 BUSY_TOKENS_PER_SLOT = 16
-"""Default rows of a step in mode `chunked`, for each slot. Beside those who decode, a prompt must not make
-them stutter: at two, the longest step takes little more than twice a plain one (`python -m bench spike`).
-Once requests queue, slots that wait for their prefill cost everyone more than a longer step; and where nobody
-decodes there is nobody to disturb."""
+"""Fewest and most rows of a step in mode `chunked`, for each slot, unless settings say otherwise. The most
+once requests queue, for then slots that wait for their prefill cost everyone more than a longer step, and
+where nobody decodes, since there is nobody to disturb."""
+STUTTER = 1.8
+"""Else a prompt must not make those who decode stutter: a step may take so many times what one takes in which
+every slot decodes. Of a plain step that is at most twice (`python -m bench spike`)."""
+LEAST_PROMPT_ROWS = 8
+"""Beside the decodes, however short steps are to be: a prompt must get on."""
 
 
 @dataclass(slots=True)
@@ -53,8 +58,9 @@ class Scheduler:
 
     mode `separate`: each prompt is its own forward, before the decode forward;
     `batched`: all prompts of the step share one forward, before the decode forward;
-    `chunked`: prompts share the decode forward, `max_step_tokens` rows at most together
-    (default: two for each slot, sixteen while requests wait for a slot or nobody decodes).
+    `chunked`: prompts share the decode forward, `max_step_tokens` rows at most together; by default as many
+    as let a step end within `itl_target` seconds by what steps have taken so far, and without a target
+    within STUTTER steps of a full batch, or more while requests wait for a slot or nobody decodes.
     """
 
     def __init__(
@@ -66,6 +72,7 @@ class Scheduler:
         max_step_tokens: int | None = None,
         kv_budget: int | None = None,
         prefix_reuse: Reuse = "tenant",
+        itl_target: float | None = None,
     ) -> None:
         if mode == "chunked" and max_step_tokens is not None and max_step_tokens <= slots.count:
             raise ValueError(
@@ -77,6 +84,8 @@ class Scheduler:
         self.mode = mode
         self.max_step_tokens = max_step_tokens
         self.prefix_reuse = prefix_reuse
+        self.itl_target = itl_target
+        self.step_time = StepTime()
         self.kv_budget = slots.count * slots.max_len if kv_budget is None else kv_budget
         self.running: list[Request] = []
         """Slot holders in order of admission."""
@@ -92,16 +101,25 @@ class Scheduler:
     @property
     def step_tokens(self) -> int:
         """Rows that a step may hold in mode `chunked`, now."""
-        if self.max_step_tokens is None:
-            nobody_decodes = all(r.phase is not Phase.DECODE for r in self.running)
-            if nobody_decodes or self.policy.waiting:
-                return BUSY_TOKENS_PER_SLOT * self.slots.count
-        return self._least_step_tokens
+        if self.max_step_tokens is not None:
+            return self.max_step_tokens
+        most, target = BUSY_TOKENS_PER_SLOT * self.slots.count, self.itl_target
+        if all(r.phase is not Phase.DECODE for r in self.running) or (target is None and self.policy.waiting):
+            return most
+        if not self.step_time.settled:
+            return self._least_step_tokens
+        if target is None:
+            target = STUTTER * self.step_time.predict(self.slots.count, self.slots.tokens)
+        rows = self.step_time.rows_within(target, self.slots.tokens)
+        return min(most, max(rows, self._least_step_tokens))
 
     @property
     def _least_step_tokens(self) -> int:
-        calm = CALM_TOKENS_PER_SLOT * self.slots.count
-        return calm if self.max_step_tokens is None else self.max_step_tokens
+        if self.max_step_tokens is not None:
+            return self.max_step_tokens
+        if self.itl_target is not None:
+            return self.slots.count + LEAST_PROMPT_ROWS
+        return CALM_TOKENS_PER_SLOT * self.slots.count
 
     def plan(self, now: float) -> Plan:
         """Choose this step's work: keep the running ones within budget, then admit, then share rows."""
