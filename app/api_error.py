@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+_REASONS = {400: "invalid_request", 401: "no_api_key", 404: "not_found", 405: "method_not_allowed"}
 
 
 class ApiError(Exception):
@@ -15,14 +18,19 @@ class ApiError(Exception):
         *,
         param: str | None = None,
         code: str | None = None,
-        headers: dict[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
-        self.headers = headers or {}
+        self.headers = dict(headers or {})
+
+    @property
+    def reason(self) -> str:
+        """Its code, or what its status says: one of a few."""
+        return self.code or _REASONS.get(self.status, f"status_{self.status}")
 
     def body(self) -> dict[str, Any]:
         """The JSON body."""
@@ -40,3 +48,8 @@ class ApiError(Exception):
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """A 400."""
     return ApiError(400, message, param=param, code=code)
+
+
+def hung_up() -> ApiError:
+    """For the record alone: nobody is there to read it."""
+    return ApiError(499, "The client closed the connection.")

@@ -110,6 +110,16 @@ class Settings(BaseModel):
         description='JSON file `{"<key>": {"tenant": "<name>", "weight": 1}}`; the environment variable '
         f"`{API_KEYS_VARIABLE}` holds the same JSON. With keys, every request needs one.",
     )
+    cors_origins: list[str] = Field(
+        default_factory=list,
+        description="Origins of web pages that may ask from a browser, such as `https://chat.example.org`; "
+        "`*`: any. Pages of this machine always may.",
+    )
+    keep_alive_seconds: float = Field(
+        10,
+        gt=0,
+        description="While a stream has nothing to say, it says so this often: proxies cut silent streams.",
+    )
     stall_seconds: float = Field(
         60,
         gt=0,

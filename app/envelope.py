@@ -55,15 +55,22 @@ class Envelope:
         }
 
 
+_LINE_SEPARATORS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+"""Characters that JSON leaves as they are and at which many a client's line reader splits an event."""
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def sse(body: dict[str, Any]) -> bytes:
     """One server-sent event."""
-    return b"data: " + _encode(body).encode() + b"\n\n"
+    text = _encode(body)
+    for character, escaped in _LINE_SEPARATORS.items():
+        text = text.replace(character, escaped)
+    return b"data: " + text.encode() + b"\n\n"
 
 
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment, which readers of events skip."""
 
 
 def finite(logprob: float | None) -> float | None:

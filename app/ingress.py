@@ -15,12 +15,15 @@ from fastapi.responses import JSONResponse, Response
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from app.api_error import ApiError
 from app.config import Settings
 from app.engine_client import EngineClient
 from app.observe import Observatory
+from app.parsing import IGNORED_HEADER
 from app.ray_engines import SupervisorDirectory
+from app.refusals import Refusals
 from app.service import Service
 from app.tenants import Tenants, digest
 from app.tokenizer import Tokenizer
@@ -35,6 +38,9 @@ SHUTDOWN_SECONDS = 2.0
 """Replicas and engines leave together, so waiting longer would not finish an answer."""
 
 
+LOCAL_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
+
+
 def create_app(
     service: Service,
     lifespan: Callable[[FastAPI], Any] | None = None,
@@ -44,6 +50,14 @@ def create_app(
     # No /docs page: it would load its scripts from another host.
     app = FastAPI(title="slotserve", docs_url=None, redoc_url=None, lifespan=lifespan)
     app.add_middleware(TracingMiddleware, tracer=open_tracer(sink))
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=service.settings.cors_origins,
+        allow_origin_regex=LOCAL_PAGES,
+        allow_methods=["GET", "HEAD", "POST"],
+        allow_headers=["*"],
+        expose_headers=["X-Request-Id", "Retry-After", IGNORED_HEADER],
+    )
     routes: list[tuple[str, str, Callable[..., Awaitable[Response]]]] = [
         ("POST", "/v1/chat/completions", service.chat_completions),
         ("POST", "/v1/completions", service.completions),
@@ -54,22 +68,29 @@ def create_app(
         ("GET", "/health", service.health),
     ]
     for method, path, endpoint in routes:
-        app.add_api_route(path, endpoint, methods=[method], response_model=None)
-    Observatory(service.views, service.hello, service.tenants.of).install(app)
+        methods = ["GET", "HEAD"] if method == "GET" else [method]
+        app.add_api_route(path, endpoint, methods=methods, response_model=None)
+    Observatory(service.views, service.hello, service.tenants.of, service.refusals.families).install(app)
 
     @app.exception_handler(ApiError)
     async def on_api_error(_: Request, error: ApiError) -> Response:
+        if error.status != 499:
+            service.refusals.count(error.status, error.reason)
         return JSONResponse(error.body(), error.status, headers=error.headers)
 
     @app.exception_handler(HTTPException)
     async def on_http_error(http: Request, error: HTTPException) -> Response:
-        message = f"{error.detail}: {http.method} {http.url.path}"
+        if http.method == "OPTIONS" and error.status_code == 405:
+            return Response(status_code=204, headers=error.headers)
         code = "unknown_url" if error.status_code == 404 else None
-        body = ApiError(error.status_code, message, code=code).body()
-        return JSONResponse(body, error.status_code, headers=error.headers)
+        message = f"{error.detail}: {http.method} {http.url.path}"
+        return await on_api_error(
+            http, ApiError(error.status_code, message, code=code, headers=error.headers)
+        )
 
     @app.exception_handler(Exception)
     async def on_bug(_: Request, error: Exception) -> Response:
+        service.refusals.count(500, "internal")
         return JSONResponse(ApiError(500, f"Internal error: {type(error).__name__}").body(), 500)
 
     return app
@@ -83,7 +104,9 @@ class Ingress:
         directory = SupervisorDirectory(supervisor)
         client = EngineClient(replica, settings.num_engines, directory, settings.max_waiting)
         tokenizer = Tokenizer.load(find_model(settings.model), Path(settings.run_dir))
-        service = Service(settings, tokenizer, client, Tenants(keys, settings.max_tenants))
+        service = Service(
+            settings, tokenizer, client, Tenants(keys, settings.max_tenants), Refusals(directory)
+        )
 
         sink = open_sink(f"replica-{replica}", settings.telemetry_config(service.model_name))
 

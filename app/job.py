@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from fastapi.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from app.api_error import ApiError
-from app.envelope import DONE, Envelope, Usage, sse
+from app.envelope import DONE, KEEP_ALIVE, Envelope, Usage, sse
 from app.generation import Generation
 from app.responses import (
     Answer,
@@ -31,7 +34,8 @@ from engine_actor.request import Output
 class Job:
     """One HTTP request that generates: its prompts, its sequences, and what they have said so far.
 
-    Sequence `p * n + c` is choice c of prompt p, and the response's choice of that index.
+    Sequence `p * n + c` is choice c of prompt p, and the response's choice of that index. With `best_of` a
+    prompt has so many sequences, and the best of them become its choices.
     """
 
     def __init__(
@@ -55,13 +59,14 @@ class Job:
             tokenizer.decode(prompt, skip_special_tokens=True) if self.echo else "" for prompt in prompts
         ]
         self.choices = [
-            Choice(tokenizer, body.stops, min_tokens=body.min_tokens, offset=len(self.echoed[i // body.n]))
-            for i in range(len(prompts) * body.n)
+            Choice(tokenizer, body.stops, min_tokens=body.min_tokens, offset=len(echoed))
+            for echoed in self.echoed
+            for _ in range(body.width)
         ]
 
     def prompt_of(self, sequence: int) -> int:
         """Which prompt a sequence answers."""
-        return sequence // self.body.n
+        return sequence // self.body.width
 
     @property
     def wants_logprobs(self) -> bool:
@@ -94,11 +99,15 @@ class Job:
         async for sequence, piece, output in self.pieces(generation):
             answers[sequence].prompt_scores += output.prompt_scores
             answers[sequence].add(piece)
-        choices = [self._whole(sequence, answer) for sequence, answer in enumerate(answers)]
+        kept = self._best()
+        choices = [self._whole(index, sequence, answers[sequence]) for index, sequence in enumerate(kept)]
         body = self.envelope.body(choices, generation.fingerprint, chunk=False) | {"usage": self.usage.body()}
         if self.body.prompt_logprobs is not None:
             top = self.body.prompt_logprobs
-            scores = [prompt_logprobs(self.tokenizer, answer.prompt_scores, top) for answer in answers]
+            scores = [
+                prompt_logprobs(self.tokenizer, answer.prompt_scores, top)
+                for answer in (answers[sequence] for sequence in kept)
+            ]
             if isinstance(self.body, ChatRequest):
                 body["prompt_logprobs"] = scores[0]
             else:
@@ -133,7 +142,18 @@ class Job:
             self.trace.fail(error.code or str(error.status))
             yield sse(error.body())
 
-    def _whole(self, sequence: int, answer: Answer) -> dict[str, Any]:
+    def _best(self) -> list[int]:
+        """The sequences that are returned: the likeliest by token of each prompt's, the best one first."""
+        n, width = self.body.n, self.body.width
+        if n == width:
+            return list(range(len(self.choices)))
+        kept = []
+        for first in range(0, len(self.choices), width):
+            ranked = sorted(range(first, first + width), key=lambda i: -self.choices[i].mean_logprob)
+            kept += ranked[:n]
+        return kept
+
+    def _whole(self, index: int, sequence: int, answer: Answer) -> dict[str, Any]:
         prompt = self.prompt_of(sequence)
         if isinstance(self.body, ChatRequest):
             logprobs = chat_logprobs(self.tokenizer, answer.tokens) if self.wants_logprobs else None
@@ -143,11 +163,11 @@ class Job:
                 "refusal": None,
                 "annotations": [],
             }
-            choice = {"index": sequence, "message": message, "logprobs": logprobs}
+            choice = {"index": index, "message": message, "logprobs": logprobs}
         else:
             tokens = self._with_echo(sequence, answer.tokens, answer.prompt_scores)
             logprobs = completion_logprobs(self.tokenizer, tokens) if self.wants_logprobs else None
-            choice = {"text": self.echoed[prompt] + answer.text, "index": sequence, "logprobs": logprobs}
+            choice = {"text": self.echoed[prompt] + answer.text, "index": index, "logprobs": logprobs}
         choice["finish_reason"] = answer.finish_reason
         return choice
 
@@ -188,19 +208,46 @@ class Job:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events that drop their generation however the connection ends."""
+    """Server-sent events that drop their generation however the connection ends.
 
-    def __init__(self, job: Job, generation: Generation) -> None:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", "X-Request-Id": job.envelope.id}
+    While there is nothing to say, a comment says so every `keep_alive_seconds`: proxies cut silent streams.
+    """
+
+    def __init__(
+        self, job: Job, generation: Generation, headers: Mapping[str, str], keep_alive_seconds: float
+    ) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers}
         super().__init__(job.events(generation), media_type="text/event-stream", headers=headers)
         self._generation = generation
+        self._keep_alive_seconds = keep_alive_seconds
+        self._spoke = math.inf
+        """When something was sent last; before the first byte and after the last, never."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See Response. The generator's own `finally` would not run if it had never been started."""
+
+        async def speak(message: Message) -> None:
+            self._spoke = time.monotonic() if message.get("more_body", True) else math.inf
+            await send(message)
+
+        keeping_alive = asyncio.create_task(self._keep_alive(send))
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, speak)
         finally:
+            keeping_alive.cancel()
             self._generation.close()
+
+    async def _keep_alive(self, send: Send) -> None:
+        comment = {"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True}
+        # Whoever hung up is noticed by the stream itself.
+        with contextlib.suppress(OSError):
+            while True:
+                silent = time.monotonic() - self._spoke
+                if silent >= self._keep_alive_seconds:
+                    self._spoke = time.monotonic()
+                    await send(comment)
+                    silent = 0.0
+                await asyncio.sleep(self._keep_alive_seconds - max(0.0, silent))
 
 
 def _delta(index: int, delta: dict[str, Any], logprobs: object, finish_reason: str | None) -> dict[str, Any]:

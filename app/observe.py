@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, Response, StreamingResponse
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.metrics_core import Metric
 from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
@@ -22,6 +23,7 @@ from engine_actor.metrics import exposition
 from engine_actor.step_wire import decode_step
 
 WEB = Path(__file__).parent / "web"
+LIVE_TYPE = "application/x-ndjson"
 MAX_WATCHERS = 16
 """Live pages open at once, per replica."""
 MAX_TRACES = 2
@@ -52,7 +54,7 @@ class LiveStream(StreamingResponse):
         self._feed = feed
         self._watcher = feed.enter()
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(feed.read(self._watcher), media_type="application/x-ndjson", headers=headers)
+        super().__init__(feed.read(self._watcher), media_type=LIVE_TYPE, headers=headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See Response."""
@@ -63,16 +65,21 @@ class LiveStream(StreamingResponse):
 
 
 class Observatory:
-    """Routes for people and tools that look. `authorize` raises ApiError for a wrong or missing key."""
+    """Routes for people and tools that look. `authorize` raises ApiError for a wrong or missing key.
+
+    `figures` are those of the HTTP side, for /metrics.
+    """
 
     def __init__(
         self,
         views: Callable[[], Mapping[str, EngineView]],
         hello: Callable[[], Mapping[str, Any]],
         authorize: Callable[[Mapping[str, str]], object],
+        figures: Callable[[], Awaitable[Sequence[Metric]]],
     ) -> None:
         self._views = views
         self._authorize = authorize
+        self._figures = figures
         self._feed = LiveFeed(views, hello, MAX_WATCHERS)
         self._traces = 0
 
@@ -85,7 +92,7 @@ class Observatory:
             "/metrics": self.metrics,
         }
         for path, endpoint in routes.items():
-            app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
+            app.add_api_route(path, endpoint, methods=["GET", "HEAD"], response_model=None)
         app.mount("/web", PageFiles(directory=WEB))
 
     async def page(self) -> Response:
@@ -95,6 +102,8 @@ class Observatory:
     async def live(self, http: Request) -> Response:
         """GET /live: lines of JSON, see LiveFeed."""
         self._authorize(http.headers)
+        if http.method == "HEAD":
+            return Response(media_type=LIVE_TYPE)
         try:
             return LiveStream(self._feed)
         except TooManyWatchersError as error:
@@ -104,6 +113,8 @@ class Observatory:
         """GET /trace?seconds=N: the last N seconds of all engines as Chrome trace JSON."""
         self._authorize(http.headers)
         seconds = _seconds(http.query_params.get("seconds", "60"))
+        if http.method == "HEAD":
+            return Response(media_type="application/json")
         if self._traces >= MAX_TRACES:
             raise ApiError(
                 429,
@@ -123,8 +134,12 @@ class Observatory:
     async def metrics(self, http: Request) -> Response:
         """GET /metrics: the figures of all engines, whichever replica is asked."""
         self._authorize(http.headers)
-        families = await ask_all(self._views(), lambda view: view.figures(), ANSWER_SECONDS)
-        return Response(exposition(families.values()), media_type=CONTENT_TYPE_LATEST)
+        families, own = await asyncio.gather(
+            ask_all(self._views(), lambda view: view.figures(), ANSWER_SECONDS), self._figures()
+        )
+        text = exposition([*families.values(), own])
+        # Names are written as they always were, which is this format and not the newest one.
+        return Response(text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
 
 def _seconds(text: str) -> float:

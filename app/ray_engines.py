@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from prometheus_client.metrics_core import Metric
 from ray.actor import ActorHandle
@@ -13,6 +13,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from app.engine_port import DirectoryLostError, EngineLostError, NotAttachedError
+from app.refusals import Counts
 from engine_actor.clock import Sent
 from engine_actor.messages import EngineFailedError, EngineInfo, EngineStatus, Frame
 from engine_actor.request import FinishReason, Request
@@ -77,18 +78,26 @@ class RayEngine:
 
 
 class SupervisorDirectory:
-    """Finds engines through the supervisor's deployment handle."""
+    """Finds engines, and adds up what replicas count, through the supervisor's deployment handle."""
 
     def __init__(self, supervisor: DeploymentHandle) -> None:
         self._supervisor = supervisor
 
     async def engine(self, index: int) -> tuple[str, RayEngine, EngineInfo]:
         """See Directory."""
+        found = await self._ask(self._supervisor.engine.remote(index))
+        return found.name, RayEngine(found.actor), found.info
+
+    async def add_refusals(self, counts: Counts) -> Counts:
+        """See Tally."""
+        totals: Counts = await self._ask(self._supervisor.add_refusals.remote(counts))
+        return totals
+
+    async def _ask(self, answer: Awaitable[Any]) -> Any:  # noqa: ANN401 - untyped Ray
         try:
-            found = await self._supervisor.engine.remote(index)
+            return await answer
         except EngineFailedError:
             # Serve's errors of user code are RayErrors too, by a class made for each.
             raise
         except (RayError, RayServeException) as error:
             raise DirectoryLostError(str(error)) from error
-        return found.name, RayEngine(found.actor), found.info

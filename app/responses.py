@@ -47,12 +47,19 @@ class Choice:
         self._decoded = self._shown = offset
         self._held: list[Token] = []
         self.num_tokens = 0
+        self._logprob = 0.0
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of its tokens so far, where the engine was asked for their log-probabilities."""
+        return self._logprob / max(1, self.num_tokens)
 
     def push(self, output: Output) -> Piece:
         """Take an output in. A piece with a finish reason is the last one."""
         text = ""
         if output.sampled is not None:
             self.num_tokens += 1
+            self._logprob += output.sampled.logprob or 0.0
             # The token that ends a sequence, by itself or by request, is no part of the answer.
             if output.finish_reason != "stop":
                 self._held.append(Token(output.sampled, self._decoded))

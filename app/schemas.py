@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from app.api_error import invalid
 from model.executor import MAX_LOGPROBS, SamplingParams
 
-MAX_STOPS = 4
+FIELD_ERROR = "field_error"
+
+MAX_STOPS = 16
 MAX_STOP_LENGTH = 1000
 MAX_LOGIT_BIAS = 300
 MAX_TOKEN_DIGITS = 1000
@@ -23,25 +26,46 @@ ShortText = Annotated[str, Field(max_length=MAX_USER_LENGTH)]
 TokenId = Annotated[int, Field(ge=0)]
 
 
-class StreamOptions(BaseModel):
-    """What a stream tells besides text."""
+class Schema(BaseModel):
+    """What a client sends. A null says as much as nothing; a field that is not known here is set aside."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: object) -> object:
+        return _present(data)
+
+
+def _present(data: object) -> object:
+    if isinstance(data, dict):
+        return {key: _present(value) for key, value in data.items() if value is not None}
+    return data
+
+
+def _wrong(field: str, reason: str) -> PydanticCustomError:
+    """The error of a check that looks at several fields, laid at the door of one."""
+    return PydanticCustomError(FIELD_ERROR, "{reason}", {"field": field, "reason": reason})
+
+
+class StreamOptions(Schema):
+    """What a stream tells besides text."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: bool = False
 
 
-class _Generate(BaseModel):
+class _Generate(Schema):
     """What both endpoints share."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    """The newer name of `max_tokens`, and the one that counts where both are given."""
     temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(1.0, ge=0, le=1)
+    """0 is greedy: no token but the likeliest is within it."""
     n: int = Field(1, ge=1)
     stop: list[str] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
@@ -73,14 +97,6 @@ class _Generate(BaseModel):
     prompt_cache_retention: ShortText | None = None
     prompt_cache_options: dict[str, Any] | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _defaults_for_null(cls, data: object) -> object:
-        # OpenAI takes an explicit null for "not given".
-        if isinstance(data, dict):
-            return {key: value for key, value in data.items() if value is not None}
-        return data
-
     @field_validator("stop", mode="before")
     @classmethod
     def _stop_strings(cls, stop: object) -> object:
@@ -89,9 +105,10 @@ class _Generate(BaseModel):
             raise ValueError("must be a string or a list of strings")
         if len(stops) > MAX_STOPS:
             raise ValueError(f"may hold {MAX_STOPS} strings at most, got {len(stops)}")
-        if any(not 0 < len(text) <= MAX_STOP_LENGTH for text in stops):
-            raise ValueError(f"each stop string must have 1 to {MAX_STOP_LENGTH} characters")
-        return stops
+        if any(len(text) > MAX_STOP_LENGTH for text in stops):
+            raise ValueError(f"a stop string may have {MAX_STOP_LENGTH} characters at most")
+        # The empty string is how some clients say "none".
+        return [text for text in stops if text]
 
     @field_validator("logit_bias")
     @classmethod
@@ -108,14 +125,19 @@ class _Generate(BaseModel):
     @model_validator(mode="after")
     def _stream_only(self) -> _Generate:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options: only allowed when stream is true")
+            raise _wrong("stream_options", "only allowed when stream is true")
         if self.prompt_logprobs is not None and self.stream:
-            raise ValueError("prompt_logprobs: not available when stream is true")
+            raise _wrong("prompt_logprobs", "not available when stream is true")
         return self
 
     @property
     def stops(self) -> list[str]:
         return self.stop or []
+
+    @property
+    def width(self) -> int:
+        """Sequences that each prompt is answered with, shown or not."""
+        return self.n
 
     def sampling(
         self,
@@ -136,9 +158,9 @@ class _Generate(BaseModel):
             )
         return SamplingParams(
             max_tokens=max_tokens,
-            temperature=self.temperature,
+            temperature=self.temperature if self.top_p else 0.0,
             top_k=max(self.top_k, 0),
-            top_p=self.top_p,
+            top_p=self.top_p or 1.0,
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
             frequency_penalty=self.frequency_penalty,
@@ -156,25 +178,12 @@ class _Generate(BaseModel):
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
-_EMPTY_IN_ANSWERS = ("refusal", "annotations", "audio", "tool_calls", "function_call")
-
-
-class Message(BaseModel):
+class Message(Schema):
     """One turn: a role and text, given as a string or as text parts."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-
     role: str
-    content: str
+    content: str | None = None
     name: ShortText | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_empty_fields(cls, data: object) -> object:
-        # A client sends back the answer it was given, which has these fields even where they say nothing.
-        if not isinstance(data, dict):
-            return data
-        return {key: value for key, value in data.items() if value or key not in _EMPTY_IN_ANSWERS}
 
     @field_validator("role")
     @classmethod
@@ -196,38 +205,61 @@ class Message(BaseModel):
             if kind != "text" or not isinstance(part.get("text"), str):
                 raise ValueError(f"only parts of type 'text' are supported, got {kind!r}")
             texts.append(part["text"])
-        return "".join(texts)
+        return "\n".join(texts)
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
+        if self.content is None and self.role != "assistant":
+            raise _wrong("content", f"a message of the role {self.role!r} needs one")
+        return self
 
     def as_template_input(self) -> dict[str, str]:
         """What chat templates expect."""
-        return {"role": _ROLES[self.role], "content": self.content}
+        return {"role": _ROLES[self.role], "content": self.content or ""}
 
 
-class ChatRequest(_Generate):
+class Conversation(Schema):
+    """Messages, and how the chat template writes them."""
+
+    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    add_generation_prompt: bool | None = None
+    """Write the beginning of the assistant's turn; default: unless its last message is to be continued."""
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the chat template."""
+
+    @model_validator(mode="after")
+    def _one_ending(self) -> Conversation:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise _wrong("continue_final_message", "cannot be true together with add_generation_prompt")
+        if self.continue_final_message and self.messages and self.messages[-1].role != "assistant":
+            raise _wrong("continue_final_message", "the last message must be the assistant's")
+        return self
+
+
+class ChatRequest(_Generate, Conversation):
     """POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     store: Literal[False] | None = None
     response_format: dict[str, Any] | None = None
     modalities: list[str] | None = None
-    tool_choice: Literal["none"] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def _supported(self) -> ChatRequest:
-        if self.response_format is not None and self.response_format.get("type") != "text":
-            raise ValueError(
-                f"response_format: type {self.response_format.get('type')!r} is not supported, only 'text'"
-            )
+        if self.response_format is not None and self.response_format.get("type") not in (None, "text"):
+            kind = self.response_format.get("type")
+            raise _wrong("response_format", f"type {kind!r} is not supported, only 'text'")
         if self.modalities not in (None, ["text"]):
-            raise ValueError("modalities: only ['text'] is supported")
+            raise _wrong("modalities", "only ['text'] is supported")
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs: needs logprobs to be true")
+            raise _wrong("top_logprobs", "needs logprobs to be true")
         if self.max_tokens == 0:
-            raise ValueError("max_tokens: must be at least 1")
+            raise _wrong("max_tokens", "must be at least 1")
         return self
 
     @property
@@ -242,7 +274,8 @@ class CompletionRequest(_Generate):
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     suffix: str | None = None
-    best_of: int | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    """Sequences to generate; those `n` whose tokens are the likeliest on average are returned."""
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -260,12 +293,19 @@ class CompletionRequest(_Generate):
     @model_validator(mode="after")
     def _supported(self) -> CompletionRequest:
         if self.suffix:
-            raise ValueError("suffix: not supported")
-        if self.best_of not in (None, self.n):
-            raise ValueError("best_of: not supported beyond n")
+            raise _wrong("suffix", "not supported")
+        if self.best_of is not None and self.best_of < self.n:
+            raise _wrong("best_of", f"must not be less than n, which is {self.n}")
+        if self.stream and self.width > self.n:
+            raise _wrong("best_of", "which answers are best is known at their end: not with stream")
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens: must be at least 1, unless echo is true")
+            raise _wrong("max_tokens", "must be at least 1, unless echo is true")
         return self
+
+    @property
+    def width(self) -> int:
+        """See _Generate."""
+        return self.best_of or self.n
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -277,29 +317,23 @@ class CompletionRequest(_Generate):
         return self.prompt
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(Conversation):
     """POST /tokenize: text, or a conversation as the chat template would write it."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
     return_token_strs: bool = False
 
     @model_validator(mode="after")
     def _one_of_two(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("prompt: give either prompt or messages")
+            raise _wrong("prompt", "give either prompt or messages")
         return self
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(Schema):
     """POST /detokenize."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
     tokens: list[TokenId]

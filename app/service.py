@@ -9,21 +9,22 @@ from typing import Any, Literal
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
-from starlette.requests import ClientDisconnect
 
-from app.api_error import ApiError, invalid
+from app.api_error import ApiError, hung_up, invalid
+from app.body import read_body
 from app.chat_template import TemplateError
 from app.config import Settings
 from app.engine_client import EngineClient, NoEngineError, QueueFullError
 from app.envelope import Envelope
 from app.job import EventStream, Job
 from app.live import EngineView
-from app.parsing import parse
+from app.parsing import Body, IgnoredFields, parse
+from app.refusals import Refusals
 from app.schemas import (
     ChatRequest,
     CompletionRequest,
+    Conversation,
     DetokenizeRequest,
-    Message,
     TokenizeRequest,
     check_vocabulary,
 )
@@ -45,12 +46,19 @@ class Service:
     """Answers requests, whatever carries them."""
 
     def __init__(
-        self, settings: Settings, tokenizer: Tokenizer, client: EngineClient, tenants: Tenants
+        self,
+        settings: Settings,
+        tokenizer: Tokenizer,
+        client: EngineClient,
+        tenants: Tenants,
+        refusals: Refusals,
     ) -> None:
         self.settings = settings
         self.tokenizer = tokenizer
         self.client = client
         self.tenants = tenants
+        self.refusals = refusals
+        self._ignored = IgnoredFields()
         files = find_model(settings.model)
         self.model_name = settings.model_name or files.name
         self._created = int((files.dir / (files.gguf_file or "config.json")).stat().st_mtime)
@@ -64,11 +72,11 @@ class Service:
     async def chat_completions(self, http: Request) -> Response:
         """POST /v1/chat/completions."""
         arrival, tenant = time.monotonic(), self.tenants.of(http.headers)
-        body = parse(ChatRequest, await self._read(http))
+        body = await self._read(ChatRequest, http)
         self._check(body)
         trace = trace_of(http)
         with trace.span("tokenize"):
-            prompt = await self._encode_chat(body.messages)
+            prompt = await self._encode_chat(body)
         asked = body.max_completion_tokens or body.max_tokens
         param = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
         max_tokens = self._fit("messages", len(prompt), asked, self.info.max_len, param)
@@ -79,7 +87,7 @@ class Service:
     async def completions(self, http: Request) -> Response:
         """POST /v1/completions."""
         arrival, tenant = time.monotonic(), self.tenants.of(http.headers)
-        body = parse(CompletionRequest, await self._read(http))
+        body = await self._read(CompletionRequest, http)
         self._check(body)
         if len(body.prompts) > self.settings.max_prompts:
             raise invalid(
@@ -90,13 +98,15 @@ class Service:
         with trace.span("tokenize"):
             prompts = [await self._encode(prompt) for prompt in body.prompts]
         # An echo without output still takes one token, which is not shown.
-        asked = None if body.max_tokens is None else max(1, body.max_tokens)
+        asked = body.max_completion_tokens or (None if body.max_tokens is None else max(1, body.max_tokens))
         max_tokens = [self._fit("prompt", len(prompt), asked, COMPLETION_MAX_TOKENS) for prompt in prompts]
         scores = body.prompt_logprobs
         if body.echo and body.logprobs is not None:
             scores = max(body.logprobs, scores or 0)
         job = Job(body, self._envelope("completion"), self.tokenizer, prompts, trace)
-        return await self._run(http, job, max_tokens, (body.logprobs, scores), arrival, tenant)
+        # Without them nobody could say which answers are best.
+        logprobs = 0 if body.logprobs is None and body.width > body.n else body.logprobs
+        return await self._run(http, job, max_tokens, (logprobs, scores), arrival, tenant)
 
     async def models(self, http: Request) -> Response:
         """GET /v1/models."""
@@ -112,10 +122,10 @@ class Service:
     async def tokenize(self, http: Request) -> Response:
         """POST /tokenize, with vLLM's fields."""
         self.tenants.of(http.headers)
-        body = parse(TokenizeRequest, await self._read(http))
+        body = await self._read(TokenizeRequest, http)
         self._check_model(body.model)
         if body.messages is not None:
-            tokens = await self._encode_chat(body.messages, body.add_generation_prompt)
+            tokens = await self._encode_chat(body)
         else:
             tokens = await asyncio.to_thread(
                 self.tokenizer.encode, body.prompt or "", add_special_tokens=body.add_special_tokens
@@ -123,12 +133,12 @@ class Service:
         answer = {"count": len(tokens), "max_model_len": self.info.max_len, "tokens": tokens}
         if body.return_token_strs:
             answer["token_strs"] = [self.tokenizer.token_text(token) for token in tokens]
-        return JSONResponse(answer)
+        return JSONResponse(answer, headers=self._ignored.header(body))
 
     async def detokenize(self, http: Request) -> Response:
         """POST /detokenize, with vLLM's fields."""
         self.tenants.of(http.headers)
-        body = parse(DetokenizeRequest, await self._read(http))
+        body = await self._read(DetokenizeRequest, http)
         self._check_model(body.model)
         check_vocabulary(body.tokens, self.info.vocab_size, "tokens")
         return JSONResponse({"prompt": await asyncio.to_thread(self.tokenizer.decode, body.tokens)})
@@ -165,6 +175,8 @@ class Service:
             for name, status in engines.items()
         }
         body = {"status": "ok" if healthy else "unhealthy", "engine": self.info.summary, "engines": described}
+        if not healthy:
+            self.refusals.count(503, "unhealthy")
         return JSONResponse(body, 200 if healthy else 503)
 
     async def _run(
@@ -198,7 +210,7 @@ class Service:
                     vocab_size=self.info.vocab_size,
                     max_tokens=max_tokens[job.prompt_of(sequence)],
                     # A seed of the client's is every prompt's; ours must not make equal prompts answer alike.
-                    seed=choice_seed(seed, sequence if body.seed is None else sequence % body.n),
+                    seed=choice_seed(seed, sequence if body.seed is None else sequence % body.width),
                     logprobs=wanted[0],
                     prompt_logprobs=wanted[1],
                 ),
@@ -219,40 +231,25 @@ class Service:
             ) from None
         except NoEngineError as error:
             raise ApiError(503, f"{error}.", code="engine_unavailable", headers=_retry_later()) from None
+        headers = self._ignored.header(body)
         if body.stream:
-            return EventStream(job, generation)
+            return EventStream(job, generation, headers, self.settings.keep_alive_seconds)
         try:
             answer = await _unless_disconnected(http, job.answer(generation))
         finally:
             generation.close()
-        return JSONResponse(answer, headers={"X-Request-Id": job.envelope.id})
+        return JSONResponse(answer, headers=headers)
 
-    async def _read(self, http: Request) -> bytes:
-        """The body. Raises ApiError 413 as soon as it is known to be too large."""
-        limit = self.settings.max_body_bytes
-        declared = http.headers.get("content-length", "")
-        parts: list[bytes] = []
-        size = int(declared) if declared.isdecimal() else 0
-        if size <= limit:
-            size = 0
-            try:
-                async for part in http.stream():
-                    size += len(part)
-                    if size > limit:
-                        break
-                    parts.append(part)
-            except ClientDisconnect:
-                raise _hung_up() from None
-        if size > limit:
-            raise ApiError(413, f"The body exceeds the limit of {limit} bytes.", code="body_too_large")
-        return b"".join(parts)
+    async def _read(self, schema: type[Body], http: Request) -> Body:
+        return parse(schema, await read_body(http, self.settings.max_body_bytes))
 
     def _check(self, body: ChatRequest | CompletionRequest) -> None:
         self._check_model(body.model)
         known = self.settings
-        if body.n > known.max_n:
-            raise invalid(f"Invalid 'n': {body.n}, the limit is {known.max_n}", "n")
-        sequences = body.n * (len(body.prompts) if isinstance(body, CompletionRequest) else 1)
+        if body.width > known.max_n:
+            param = "n" if body.width == body.n else "best_of"
+            raise invalid(f"Invalid '{param}': {body.width}, the limit is {known.max_n}", param)
+        sequences = body.width * (len(body.prompts) if isinstance(body, CompletionRequest) else 1)
         # Beyond it the queue would be full for this request however empty it is.
         most = known.num_engines * (known.max_num_seqs + known.max_waiting)
         if sequences > most:
@@ -289,13 +286,15 @@ class Service:
             )
         return min(default, largest - prompt_len) if asked is None else asked
 
-    async def _encode_chat(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True
-    ) -> list[int]:
-        turns = [message.as_template_input() for message in messages]
+    async def _encode_chat(self, body: Conversation) -> list[int]:
+        opens = body.add_generation_prompt
         try:
             return await asyncio.to_thread(
-                self.tokenizer.encode_chat, turns, add_generation_prompt=add_generation_prompt
+                self.tokenizer.encode_chat,
+                [message.as_template_input() for message in body.messages or []],
+                add_generation_prompt=not body.continue_final_message if opens is None else opens,
+                continue_final_message=body.continue_final_message,
+                variables=body.chat_template_kwargs,
             )
         except TemplateError as error:
             raise invalid(f"Invalid 'messages': {error}", "messages") from None
@@ -322,10 +321,6 @@ class Service:
         }
 
 
-def _hung_up() -> ApiError:
-    return ApiError(499, "The client closed the connection.")
-
-
 def _retry_later() -> dict[str, str]:
     return {"Retry-After": str(RETRY_AFTER_SECONDS)}
 
@@ -342,7 +337,7 @@ async def _unless_disconnected(http: Request, work: Awaitable[dict[str, Any]]) -
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise _hung_up()
+            raise hung_up()
         return working.result()
     finally:
         working.cancel()

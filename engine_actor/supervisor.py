@@ -13,6 +13,8 @@ import logging
 import math
 import os
 import time
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import ray
@@ -58,6 +60,7 @@ class Supervisor:
         self._alive: list[Incarnation | None] = [None] * num_engines
         self._failures: list[str | None] = [None] * num_engines
         """Why an engine could not be built, if that is how its last life ended."""
+        self._refusals: Counter[tuple[int, str]] = Counter()
         self._changed = asyncio.Condition()
         self._watches = [asyncio.ensure_future(self._watch(index)) for index in range(num_engines)]
 
@@ -74,6 +77,11 @@ class Supervisor:
                 if (failure := self._failures[index]) is not None:
                     raise EngineFailedError(failure)
                 await self._changed.wait()
+
+    def add_refusals(self, counts: Mapping[tuple[int, str], int]) -> dict[tuple[int, str], int]:
+        """Add what a replica has refused, by status and reason, and return what all have since the start."""
+        self._refusals.update(counts)
+        return dict(self._refusals)
 
     def check_health(self) -> None:
         """Serve's question. Raises, and so is started again, if an engine is no longer watched."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from unittest.mock import AsyncMock
 
 import torch
 import uvicorn
@@ -139,7 +140,10 @@ def observed_server(
     app = FastAPI()
     hello = {"model": "toy", "engines": [running.info for running in engines.values()]}
     observatory = Observatory(
-        lambda: {name: running.view for name, running in engines.items()}, lambda: hello, authorize
+        lambda: {name: running.view for name, running in engines.items()},
+        lambda: hello,
+        authorize,
+        AsyncMock(return_value=[]),
     )
     observatory.install(app)
 

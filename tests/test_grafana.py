@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from pathlib import Path
+from unittest.mock import AsyncMock
 
+from app.refusals import Refusals
 from engine_actor.metrics import EngineMetrics
 from tests.engine_actor.watched import INFO, request, tight_engine, watched
 
@@ -19,7 +22,9 @@ def test_every_query_names_metrics_and_labels_that_exist() -> None:
         aborted = request("aborted", 3, 3)
         subject.submit(aborted)
         subject.abort(aborted)
-        samples = [sample for family in subject.telemetry.figures() for sample in family.samples]
+        refusals = Refusals(AsyncMock(add_refusals=AsyncMock(return_value={(429, "queue_full"): 1})))
+        families = [*subject.telemetry.figures(), *asyncio.run(refusals.families())]
+        samples = [sample for family in families for sample in family.samples]
     names = {sample.name for sample in samples}
     labels_of = {name: {key for s in samples if s.name == name for key in s.labels} for name in names}
 
@@ -42,6 +47,7 @@ def test_every_query_names_metrics_and_labels_that_exist() -> None:
 def test_every_metric_but_its_plumbing_is_on_the_dashboard() -> None:
     text = DASHBOARD.read_text()
     families = {family.name for family in EngineMetrics("engine-0", INFO).families()}
+    families.add("slotserve_http_refusals")
     assert {name for name in families if name not in text} <= {
         "slotserve_spans_exported",
         "slotserve_slots_free",

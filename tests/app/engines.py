@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import pickle
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import torch
 
 from app.engine_port import EngineLostError, NotAttachedError
+from app.refusals import Counts
 from engine_actor.actor import EngineActor
 from engine_actor.engine import Engine
 from engine_actor.messages import EngineFailedError, EngineInfo, EngineStatus, Frame
@@ -116,6 +118,7 @@ class LocalDirectory:
         self.engines: dict[int, LocalEngine] = {}
         self._started: list[LocalEngine] = []
         self.restarting = True
+        self.refusals: Counter[tuple[int, str]] = Counter()
 
     async def engine(self, index: int) -> tuple[str, LocalEngine, EngineInfo]:
         engine = self.engines.get(index)
@@ -128,6 +131,10 @@ class LocalDirectory:
             return f"engine-{index}", engine, await engine.actor.ready()
         except RuntimeError as error:
             raise EngineFailedError(str(error)) from error
+
+    async def add_refusals(self, counts: Counts) -> Counts:
+        self.refusals.update(counts)
+        return dict(self.refusals)
 
     def stop(self) -> None:
         for engine in self._started:

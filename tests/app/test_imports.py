@@ -12,7 +12,7 @@ from bench.origin import REPO
 ASK = "import sys, {module}; print([name for name in ('torch', 'numba') if name in sys.modules])"
 
 
-@pytest.mark.parametrize("module", ["app.__main__", "engine_actor.supervisor"])
+@pytest.mark.parametrize("module", ["app.__main__", "app.ingress", "engine_actor.supervisor"])
 def test_replicas_supervisor_and_launcher_load_no_torch_and_no_numba(module: str) -> None:
     command = [sys.executable, "-c", ASK.format(module=module)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, timeout=120)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import gzip
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -12,10 +14,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import zstandard
 
+from app.body import ZSTD_WINDOW
 from app.config import Settings
 from app.engine_client import EngineClient
 from app.ingress import create_app
+from app.parsing import NAME_LENGTH, REMEMBERED_NAMES, SHOWN_NAMES
+from app.refusals import Refusals
 from app.schemas import MAX_LOGIT_BIAS, MAX_STOP_LENGTH, MAX_STOPS, MAX_USER_LENGTH
 from app.service import Service
 from app.tenants import Tenants, digest
@@ -65,7 +71,9 @@ async def site(
     known = Settings(model_name=MODEL, max_waiting=max_waiting, **settings)
     client = EngineClient("replica", known.num_engines, directory, max_waiting)
     await client.start()
-    app = create_app(Service(known, tokenizer, client, Tenants(keys or {}, known.max_tenants)))
+    app = create_app(
+        Service(known, tokenizer, client, Tenants(keys or {}, known.max_tenants), Refusals(directory))
+    )
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     try:
         async with httpx.AsyncClient(transport=transport, base_url="http://toy") as http:
@@ -407,7 +415,7 @@ def test_tokenize_and_detokenize(tokenizer: Tokenizer) -> None:
         ("messages[0].tool_calls", {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}),
         ("temperature", {"temperature": "hot"}),
         ("temperature", {"temperature": 2.01}),
-        ("top_p", {"top_p": 0}),
+        ("top_p", {"top_p": -0.1}),
         ("top_k", {"top_k": 2**31}),
         ("repetition_penalty", {"repetition_penalty": 0.009}),
         ("service_tier", {"service_tier": "gold"}),
@@ -419,7 +427,6 @@ def test_tokenize_and_detokenize(tokenizer: Tokenizer) -> None:
         ("seed", {"seed": 2**63}),
         ("stop", {"stop": ["a"] * (MAX_STOPS + 1)}),
         ("stop", {"stop": ["a" * (MAX_STOP_LENGTH + 1)]}),
-        ("stop", {"stop": [""]}),
         ("stop", {"stop": [1]}),
         ("logit_bias", {"logit_bias": {str(VOCAB): 1}}),
         ("logit_bias", {"logit_bias": {"x": 1}}),
@@ -430,7 +437,7 @@ def test_tokenize_and_detokenize(tokenizer: Tokenizer) -> None:
         ("top_logprobs", {"top_logprobs": 2}),
         ("user", {"user": "u" * (MAX_USER_LENGTH + 1)}),
         ("tools", {"tools": [{"type": "function"}]}),
-        ("functions", {"functions": []}),
+        ("functions", {"functions": [{}]}),
         ("response_format", {"response_format": {"type": "json_object"}}),
         ("stream_options", {"stream_options": {"include_usage": True}}),
         ("prompt_logprobs", {"prompt_logprobs": 1, "stream": True}),
@@ -438,7 +445,10 @@ def test_tokenize_and_detokenize(tokenizer: Tokenizer) -> None:
         ("stop_token_ids[0]", {"stop_token_ids": [-1]}),
         ("min_tokens", {"min_tokens": 9, "max_tokens": 8}),
         ("priority", {"priority": "high"}),
-        ("min_pp", {"min_pp": 0.1}),
+        ("messages[0].content", {"messages": [{"role": "user", "content": None}]}),
+        ("continue_final_message", {"continue_final_message": True}),
+        ("continue_final_message", {"continue_final_message": True, "add_generation_prompt": True}),
+        ("chat_template_kwargs", {"chat_template_kwargs": [1]}),
         ("store", {"store": True}),
     ],
 )
@@ -535,7 +545,9 @@ def test_more_choices_than_may_ever_wait_are_refused_at_once(tokenizer: Tokenize
         ("prompt", {"prompt": [VOCAB]}),
         ("prompt", {"prompt": {"a": 1}}),
         ("suffix", {"suffix": "end"}),
-        ("best_of", {"best_of": 2}),
+        ("best_of", {"best_of": 2, "n": 3}),
+        ("best_of", {"best_of": 2, "stream": True}),
+        ("best_of", {"best_of": 17}),
         ("max_tokens", {"max_tokens": 0}),
         ("logprobs", {"logprobs": 21}),
         ("logprobs", {"logprobs": True}),
@@ -769,3 +781,332 @@ def test_a_failing_step_is_an_error_and_the_next_request_is_not(tokenizer: Token
         assert (await s.post("/v1/completions", prompt=[1], max_tokens=4)).status_code == 200
 
     scenario(work, tokenizer)
+
+
+async def prompt_of(s: Site, tokenizer: Tokenizer, **body: Any) -> str:
+    """The text that the engine is given for a conversation."""
+    return tokenizer.decode((await s.post("/tokenize", **body)).json()["tokens"])
+
+
+def test_null_means_absent_at_any_depth(tokenizer: Tokenizer) -> None:
+    async def work(s: Site) -> None:
+        parts = [{"type": "text", "text": "Hello", "cache_control": None}]
+        turn = {"role": "user", "content": parts, "name": None, "tool_calls": None}
+        options = {
+            **{"max_tokens": 2, "seed": None, "tools": None, "min_pp": None, "chat_template_kwargs": None},
+            **{"logit_bias": {"5": None}, "response_format": {"type": None, "json_schema": None}},
+        }
+        stream_options = {"include_usage": None, "continuous_usage_stats": None}
+        body = {"messages": [turn], "stream": True, "stream_options": stream_options}
+        answer = await s.post("/v1/chat/completions", **body, **options)
+        assert answer.status_code == 200, answer.text
+        assert "x-ignored-fields" not in answer.headers
+        assert not any("usage" in event for event in events(answer))
+
+    scenario(work, tokenizer)
+
+
+def test_text_parts_stand_on_lines_of_their_own(tokenizer: Tokenizer) -> None:
+    async def work(s: Site) -> None:
+        parts = [{"type": "text", "text": "One"}, {"type": "text", "text": "Two"}]
+        assert await prompt_of(
+            s, tokenizer, messages=[{"role": "user", "content": parts}]
+        ) == await prompt_of(s, tokenizer, messages=[{"role": "user", "content": "One\nTwo"}])
+
+    scenario(work, tokenizer)
+
+
+def test_an_assistant_may_have_said_nothing(tokenizer: Tokenizer) -> None:
+    async def work(s: Site) -> None:
+        said: list[dict[str, Any]] = [{"content": ""}, {"content": None}, {}]
+        turns = [{"role": "assistant", **turn} for turn in said]
+        texts = [await prompt_of(s, tokenizer, messages=[*HELLO, turn, *HELLO]) for turn in turns]
+        assert texts[0] == texts[1] == texts[2]
+
+    scenario(work, tokenizer)
+
+
+def test_a_template_gets_its_variables_and_ends_as_asked(tokenizer: Tokenizer) -> None:
+    async def work(s: Site) -> None:
+        begun = [*HELLO, {"role": "assistant", "content": "I am"}]
+        opened = await prompt_of(s, tokenizer, messages=HELLO)
+        closed = await prompt_of(s, tokenizer, messages=HELLO, add_generation_prompt=False)
+        assert opened.removeprefix(closed) == "<|im_start|>assistant\n"
+        continued = await prompt_of(s, tokenizer, messages=begun, continue_final_message=True)
+        assert continued == f"{opened}I am"
+        options = {"messages": begun, "max_tokens": 2, "continue_final_message": True}
+        answer = (await s.post("/v1/chat/completions", **options)).json()
+        assert answer["usage"]["prompt_tokens"] == len(tokenizer.encode(continued, add_special_tokens=False))
+        answer = (
+            await s.post("/v1/chat/completions", messages=HELLO, max_tokens=2, add_generation_prompt=False)
+        ).json()
+        assert answer["usage"]["prompt_tokens"] == len(tokenizer.encode(closed, add_special_tokens=False))
+
+    scenario(work, tokenizer)
+
+
+def test_an_empty_stop_is_none_and_sixteen_are_possible(tokenizer: Tokenizer) -> None:
+    async def work(s: Site) -> None:
+        options = {"prompt": "Go", "max_tokens": 12, "seed": 5, "ignore_eos": True}
+        full = (await s.post("/v1/completions", **options)).json()["choices"][0]["text"]
+        none: list[Any] = ["", [], [""], None]
+        for stop in none:
+            answer = (await s.post("/v1/completions", **options, stop=stop)).json()
+            assert answer["choices"][0]["text"] == full
+        many = [f"\0{i}" for i in range(15)] + [full[4:7]]
+        cut = (await s.post("/v1/completions", **options, stop=many)).json()
+        assert cut["choices"][0]["text"] == full[: full.index(full[4:7])]
+
+    scenario(work, tokenizer)
+
+
+def test_top_p_of_0_is_greedy(tokenizer: Tokenizer) -> None:
+    async def work(s: Site) -> None:
+        async def text(**options: Any) -> str:
+            answer = await s.post("/v1/completions", prompt="Go", max_tokens=8, **options)
+            return str(answer.json()["choices"][0]["text"])
+
+        greedy = await text(temperature=0)
+        assert {await text(top_p=0, seed=seed) for seed in range(3)} == {greedy}
+        assert await text(seed=1) != greedy
+
+    scenario(work, tokenizer)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_max_completion_tokens_is_the_newer_name(tokenizer: Tokenizer, path: str) -> None:
+    async def work(s: Site) -> None:
+        asked: Any = {"messages": HELLO} if "chat" in path else {"prompt": "Go"}
+        options = {"max_completion_tokens": 3, "max_tokens": 9, "ignore_eos": True}
+        answer = (await s.post(path, **asked, **options)).json()
+        assert answer["usage"]["completion_tokens"] == 3
+
+    scenario(work, tokenizer)
+
+
+def test_best_of_returns_the_likeliest_by_token(tokenizer: Tokenizer) -> None:
+    async def work(s: Site) -> None:
+        def mean(choice: dict[str, Any]) -> float:
+            scores = choice["logprobs"]["token_logprobs"]
+            return float(sum(scores) / len(scores))
+
+        prompts = ["One", "Two"]
+        options = {"prompt": prompts, "max_tokens": 6, "seed": 3, "ignore_eos": True, "stop_token_ids": []}
+        every = (await s.post("/v1/completions", **options, n=5, logprobs=0)).json()["choices"]
+        best = (await s.post("/v1/completions", **options, n=2, best_of=5)).json()
+        assert [choice["index"] for choice in best["choices"]] == [0, 1, 2, 3]
+        assert all(choice["logprobs"] is None for choice in best["choices"])
+        expected = [
+            choice["text"]
+            for prompt in range(2)
+            for choice in sorted(every[5 * prompt : 5 * prompt + 5], key=mean, reverse=True)[:2]
+        ]
+        assert [choice["text"] for choice in best["choices"]] == expected
+        # All that was generated is paid for.
+        assert best["usage"]["completion_tokens"] == 2 * 5 * 6
+
+    scenario(work, tokenizer)
+
+
+def test_unknown_fields_are_ignored_and_named_once_in_the_log(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("app.parsing.log.warning", lambda text, *args: said.append(text % args))
+
+    async def work(s: Site) -> None:
+        turns = [{**turn, "reasoning": "x", "refusal": None, "annotations": []} for turn in HELLO * 2]
+        body: dict[str, Any] = {"messages": turns, "max_tokens": 1, "min_pp": 0, "b\r\nd\u00e9": 1}
+        for stream in (False, True, False):
+            answer = await s.post("/v1/chat/completions", **body, stream=stream)
+            assert answer.status_code == 200
+            assert answer.headers["x-ignored-fields"] == "min_pp, b%0D%0Ad%C3%A9, messages[].reasoning"
+        assert [line.split()[5].rstrip(",") for line in said] == [
+            "min_pp",
+            "b%0D%0Ad%C3%A9",
+            "messages[].reasoning",
+        ]
+        many = {f"{i:03}{'x' * 99}": 1 for i in range(300)}
+        answer = await s.post("/v1/completions", prompt="a", max_tokens=1, **many)
+        shown = answer.headers["x-ignored-fields"].split(", ")
+        assert len(shown) == SHOWN_NAMES + 1
+        assert max(map(len, shown)) == NAME_LENGTH
+        assert shown[-1] == "..."
+        assert len(said) == REMEMBERED_NAMES
+        tokenized = await s.post("/tokenize", prompt="a", colour="red")
+        assert tokenized.headers["x-ignored-fields"] == "colour"
+
+    scenario(work, tokenizer)
+
+
+def test_no_line_reader_splits_an_event(tokenizer: Tokenizer) -> None:
+    separators = "\x85\u2028\u2029"
+
+    async def work(s: Site) -> None:
+        body = {"prompt": f"a{separators}b", "echo": True, "max_tokens": 1, "stream": True}
+        answer = await s.post("/v1/completions", **body)
+        lines = [line for line in answer.text.splitlines() if line]
+        assert lines == [line for line in answer.text.split("\n") if line]
+        assert events(answer)[0]["choices"][0]["text"].startswith(f"a{separators}b")
+
+    scenario(work, tokenizer)
+
+
+def test_a_stream_with_nothing_to_say_says_so(tokenizer: Tokenizer) -> None:
+    async def work(s: Site) -> None:
+        long = {"prompt": [1], "max_tokens": 30, "ignore_eos": True}
+        others = [asyncio.ensure_future(s.post("/v1/completions", **long)) for _ in range(4)]
+        async with asyncio.timeout(5):
+            while s.directory.engines[0].actor._steps.status().running < 4:
+                await asyncio.sleep(0.01)
+        queued = await s.post("/v1/completions", prompt=[1], max_tokens=4, stream=True, ignore_eos=True)
+        lines = queued.text.strip().split("\n\n")
+        assert lines[:3] == [": keep-alive"] * 3
+        assert lines[-1] == "data: [DONE]"
+        assert [(await other).status_code for other in others] == [200] * 4
+
+    scenario(work, tokenizer, seconds=0.03, keep_alive_seconds=0.1)
+
+
+def two_gzip_members(data: bytes) -> bytes:
+    return gzip.compress(data[:9]) + gzip.compress(data[9:])
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress, two_gzip_members])
+def test_a_compressed_body_counts_as_what_it_holds(
+    tokenizer: Tokenizer, pack: Callable[[bytes], bytes]
+) -> None:
+    limit = 2048
+    encoding = {"Content-Encoding": "zstd" if pack is zstandard.compress else "gzip"}
+
+    async def work(s: Site) -> None:
+        body = json.dumps({"prompt": [1], "max_tokens": 1}).encode()
+
+        async def status(content: bytes, headers: dict[str, str] = encoding) -> int:
+            return (await s.http.post("/v1/completions", content=content, headers=headers)).status_code
+
+        assert await status(pack(body)) == 200
+        assert await status(pack(body.ljust(limit))) == 200
+        assert await status(pack(body.ljust(limit + 1))) == 413
+        assert await status(pack(b" " * 50_000_000)[:limit]) == 413
+        assert await status(pack(body)[:-9]) == 400
+        assert await status(body) == 400
+        for other in ("br", "gzip, zstd", "deflate"):
+            assert await status(pack(body), {"Content-Encoding": other}) == 415
+
+    scenario(work, tokenizer, max_body_bytes=limit)
+
+
+def test_a_zstd_frame_may_not_ask_for_more_memory_than_a_window(tokenizer: Tokenizer) -> None:
+    async def work(s: Site) -> None:
+        parameters = zstandard.ZstdCompressionParameters(window_log=ZSTD_WINDOW.bit_length())
+        packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+        body = packer.compress(json.dumps({"prompt": [1], "max_tokens": 1}).encode()) + packer.flush()
+        answer = await s.http.post("/v1/completions", content=body, headers={"Content-Encoding": "zstd"})
+        assert answer.status_code == 400
+        assert "zstd" in answer.json()["error"]["message"]
+
+    scenario(work, tokenizer)
+
+
+GET_ROUTES = [
+    "/v1/models",
+    f"/v1/models/{MODEL}",
+    "/health",
+    "/",
+    "/live",
+    "/trace",
+    "/metrics",
+    "/web/main.js",
+]
+
+
+@pytest.mark.parametrize("path", GET_ROUTES)
+def test_whatever_can_be_got_has_a_head(tokenizer: Tokenizer, path: str) -> None:
+    async def work(s: Site) -> None:
+        head = await s.http.head(path)
+        assert head.status_code == 200
+        if path != "/live":  # It never ends.
+            whole = await s.http.get(path)
+            assert head.headers["content-type"] == whole.headers["content-type"]
+
+    scenario(work, tokenizer)
+
+
+def test_pages_of_this_machine_and_of_named_origins_may_ask(tokenizer: Tokenizer) -> None:
+    async def work(s: Site) -> None:
+        async def allowed(origin: str) -> bool:
+            asked = {
+                "Access-Control-Request-Method": "POST",
+                "Access-Control-Request-Headers": "authorization",
+            }
+            preflight = await s.http.options("/v1/completions", headers={"Origin": origin, **asked})
+            refused = await s.http.post("/v1/completions", headers={"Origin": origin}, content=b"{")
+            assert refused.status_code == 401
+            answers = [r.headers.get("access-control-allow-origin") == origin for r in (preflight, refused)]
+            assert answers[0] == answers[1] == (preflight.status_code == 200)
+            return preflight.status_code == 200
+
+        assert await allowed("https://chat.example.org")
+        assert await allowed("http://localhost:3000")
+        assert await allowed("http://127.0.0.1:8080")
+        assert not await allowed("https://localhost.example.org")
+        assert not await allowed("https://example.org")
+        plain = await s.http.options("/v1/completions")
+        assert plain.status_code == 204
+        assert plain.headers["allow"] == "POST"
+
+    scenario(work, tokenizer, keys={digest("secret"): "alice"}, cors_origins=["https://chat.example.org"])
+
+
+def test_every_refusal_is_counted_by_status_and_reason(tokenizer: Tokenizer) -> None:
+    async def work(s: Site) -> None:
+        key = {"Authorization": "Bearer secret"}
+        post = functools.partial(s.http.post, "/v1/completions", headers=key)
+        busy = asyncio.ensure_future(post(json={"prompt": [1], "max_tokens": 100, "n": 5}))
+        async with asyncio.timeout(5):
+            while s.directory.engines[0].actor._steps._accepted < 5:
+                await asyncio.sleep(0.01)
+        await post(json={"prompt": [1]})
+        await post(json={"prompt": [1], "n": 0})
+        await post(content=b"{")
+        await post(content=b" " * 5000)
+        await post(content=b"x", headers=key | {"Content-Encoding": "br"})
+        await post(json={"prompt": "a", "model": "gpt-4"})
+        await s.http.post("/v1/completions", json={"prompt": "a"})
+        await s.http.post("/v1/completions", json={"prompt": "a"}, headers={"Authorization": "Bearer wrong"})
+        await s.http.get("/nowhere")
+        await s.http.get("/v1/completions")
+        await busy
+        s.directory.restarting = False
+        s.directory.engines[0].kill()
+        async with asyncio.timeout(5):
+            while s.client.engines():
+                await asyncio.sleep(0.01)
+        await post(json={"prompt": [1]})
+        await s.http.get("/health")
+        expected = {
+            (400, "invalid_value"): 1,
+            (400, "invalid_request"): 1,
+            (401, "no_api_key"): 1,
+            (401, "invalid_api_key"): 1,
+            (404, "model_not_found"): 1,
+            (404, "unknown_url"): 1,
+            (405, "method_not_allowed"): 1,
+            (413, "body_too_large"): 1,
+            (415, "unsupported_encoding"): 1,
+            (429, "queue_full"): 1,
+            (503, "engine_unavailable"): 1,
+            (503, "unhealthy"): 1,
+        }
+        answer = await s.http.get("/metrics", headers=key)
+        assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+        for (status, reason), count in expected.items():
+            line = f'slotserve_http_refusals_total{{reason="{reason}",status="{status}"}} {count}.0'
+            assert line in answer.text
+        # What this replica has counted has reached the place where those of all meet.
+        assert s.directory.refusals == expected
+
+    scenario(
+        work, tokenizer, keys={digest("secret"): "alice"}, max_waiting=1, seconds=0.01, max_body_bytes=2048
+    )

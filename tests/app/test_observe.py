@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
@@ -141,9 +142,12 @@ def test_so_many_traces_are_built_at_once() -> None:
             async def figures(self) -> list[Metric]:
                 return []
 
-        observatory = Observatory(lambda: {"engine-0": SlowView()}, dict, lambda headers: None)
+        observatory = Observatory(
+            lambda: {"engine-0": SlowView()}, dict, lambda headers: None, AsyncMock(return_value=[])
+        )
 
         class Query:
+            method = "GET"
             headers: Mapping[str, str] = {}
             query_params: Mapping[str, str] = {}
 
@@ -227,9 +231,15 @@ def test_a_dead_engine_leaves_the_others_visible(server: ObservedServer) -> None
             raise ConnectionError
 
     alive = server.engines["engine-0"].view
-    observatory = Observatory(lambda: {"engine-0": alive, "engine-1": DeadView()}, dict, lambda headers: None)
+    observatory = Observatory(
+        lambda: {"engine-0": alive, "engine-1": DeadView()},
+        dict,
+        lambda headers: None,
+        AsyncMock(return_value=[]),
+    )
 
     class Query:
+        method = "GET"
         headers: Mapping[str, str] = {}
         query_params: Mapping[str, str] = {}
 
@@ -267,9 +277,10 @@ def test_a_frozen_engine_leaves_the_others_visible(
         "engine-0": FrozenView(),
         "engine-1": server.engines["engine-1"].view,
     }
-    observatory = Observatory(lambda: views, dict, lambda headers: None)
+    observatory = Observatory(lambda: views, dict, lambda headers: None, AsyncMock(return_value=[]))
 
     class Query:
+        method = "GET"
         headers: Mapping[str, str] = {}
         query_params: Mapping[str, str] = {}
 

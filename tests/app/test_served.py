@@ -121,9 +121,30 @@ def test_errors_come_as_the_client_knows_them(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as long:
         client.completions.create(model=MODEL, prompt="word " * 1100)
     assert long.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError) as misspelt:
-        client.completions.create(model=MODEL, prompt="a", extra_body={"min_pp": 1})
-    assert misspelt.value.param == "min_pp"
+    with pytest.raises(openai.BadRequestError) as hot:
+        client.completions.create(model=MODEL, prompt="a", temperature=9)
+    assert hot.value.param == "temperature"
+
+
+def test_every_answer_has_one_request_id_the_clients_own_if_it_sent_one(server: Server) -> None:
+    body = {"prompt": "a", "max_tokens": 1}
+    asked: list[tuple[str, str, Any]] = [
+        ("POST", "/v1/completions", body),
+        ("POST", "/v1/completions", body | {"stream": True}),
+        ("POST", "/v1/completions", {}),
+        ("GET", "/v1/nothing", None),
+        ("GET", "/health", None),
+        ("HEAD", "/metrics", None),
+        ("OPTIONS", "/v1/completions", None),
+    ]
+    seen = set()
+    for method, path, content in asked:
+        url = f"{server.url}{path}"
+        own = httpx.request(method, url, json=content, headers={"X-Request-Id": "mine-1"}, timeout=60)
+        assert own.headers.get_list("x-request-id") == ["mine-1"], (method, path, own.status_code)
+        (given,) = httpx.request(method, url, json=content, timeout=60).headers.get_list("x-request-id")
+        seen.add(given)
+    assert len(seen) == len(asked)
 
 
 @pytest.mark.parametrize("streaming", [True, False])

@@ -19,6 +19,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from app.config import Settings
 from app.engine_client import EngineClient
 from app.ingress import create_app
+from app.refusals import Refusals
 from app.service import Service
 from app.tenants import Tenants
 from app.tokenizer import Tokenizer
@@ -42,7 +43,9 @@ def spans_of(
         directory = LocalDirectory(build_toy(seconds=0.01, max_len=128))
         client = EngineClient("replica", 1, directory, directory.max_waiting)
         await client.start()
-        service = Service(Settings(model_name="toy", **settings), tokenizer, client, Tenants({}, 9))
+        service = Service(
+            Settings(model_name="toy", **settings), tokenizer, client, Tenants({}, 9), Refusals(directory)
+        )
         app = create_app(service, sink=sink)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False, root_path=prefix)
         try:

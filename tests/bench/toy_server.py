@@ -16,6 +16,7 @@ from app.config import Settings
 from app.engine_client import EngineClient
 from app.ingress import create_app
 from app.live import EngineView
+from app.refusals import Refusals
 from app.service import Service
 from app.tenants import Tenants
 from app.tokenizer import Tokenizer
@@ -64,7 +65,10 @@ def toy_served(tokenizer: Tokenizer) -> Callable[[Mapping[str, Any]], AbstractCo
             yield
             await client.stop()
 
-        app = create_app(ToyService(known, tokenizer, client, Tenants({}, known.max_tenants)), lifespan)
+        app = create_app(
+            ToyService(known, tokenizer, client, Tenants({}, known.max_tenants), Refusals(directory)),
+            lifespan,
+        )
         server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
