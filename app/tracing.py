@@ -70,7 +70,7 @@ class RequestTrace:
             },
         )
         self._context = set_span_in_context(self._root)
-        self._arrived = time.perf_counter()
+        self._arrived = time.monotonic()
         self._detokenize: Span | None = None
         self._detokenize_seconds = 0.0
         self._output_tokens = 0
@@ -138,7 +138,7 @@ class RequestTrace:
     def detokenized(self, sequence: int, output: Output, finish_reason: str | None, seconds: float) -> None:
         """An output has become text: the first opens the span `detokenize`, the last closes it."""
         if self._detokenize is None:
-            waited = time.perf_counter() - self._arrived
+            waited = time.monotonic() - self._arrived
             self._root.set_attribute("gen_ai.response.time_to_first_chunk", waited)
             self._detokenize = self._tracer.start_span("detokenize", context=self._context)
         self._detokenize_seconds += seconds
