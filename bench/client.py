@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -49,85 +49,69 @@ class Endpoint:
             raise BenchError(f"no OpenAI-compatible server at {self.url}: {error}") from error
 
 
-def drive(endpoint: Endpoint, workload: Workload, *, advance: Advance | None = None) -> Timelines:
+def drive(
+    endpoint: Endpoint, workload: Workload, *, queued_at: int | None = None, advance: Advance | None = None
+) -> Timelines:
     """Send each item when it is due and stream its answer; `advance` counts events, about one a token.
 
     A request that fails keeps the tokens it got and says why in its timeline.
-    """
-    return asyncio.run(_drive(endpoint, workload, advance))
 
-
-def drive_queue(
-    endpoint: Endpoint, workload: Workload, *, slots: int, advance: Advance | None = None
-) -> Timelines:
-    """The same for a closed loop: all requests wait, in their order, when the clock starts.
-
-    A plug keeps all `slots` of the server's one engine until every item is queued: one request for that
-    many answers of one length, so that it takes the slots in one step and leaves them in one. The run
+    With `queued_at` it is a closed loop, in which all requests wait, in their order, when the clock starts.
+    A plug keeps all so many slots of the server's one engine until every item is queued: one request for
+    that many answers of one length, so that it takes the slots in one step and leaves them in one. The run
     starts, and every item arrives, when the plug has left; when items are due plays no part. Raises
     BenchError if the plug is refused, breaks off or leaves before all items are queued.
     """
-    return asyncio.run(_drive_queue(endpoint, workload, slots, advance))
+    return asyncio.run(_drive(endpoint, workload, queued_at, advance))
 
 
-async def _drive(endpoint: Endpoint, workload: Workload, advance: Advance | None) -> Timelines:
-    model = endpoint.model()
-    async with _session() as session:
-        run = Timelines.of(workload, time.monotonic())
-        answers = [_Answer(timeline) for timeline in run.requests]
-        return await _complete(run, answers, [a.receive(session, endpoint, model, advance) for a in answers])
-
-
-async def _drive_queue(
-    endpoint: Endpoint, workload: Workload, slots: int, advance: Advance | None
+async def _drive(
+    endpoint: Endpoint, workload: Workload, queued_at: int | None, advance: Advance | None
 ) -> Timelines:
     model = endpoint.model()
-    tokens = max(PLUG_TOKENS, PLUG_TOKENS_EACH * len(workload))
-    body = Item("plug", 0.0, PLUG_PROMPT, tokens).body(model) | {"prompt": [PLUG_PROMPT] * slots}
-    async with _session() as session:
-        run = Timelines.of(workload.arriving(None), time.monotonic())
-        answers = [_Answer(timeline) for timeline in run.requests]
-        receiving: list[asyncio.Task[None]] = []
-        try:
-            async with session.post(
-                f"{endpoint.url}/v1/completions", json=body, headers=endpoint.headers()
-            ) as plug:
-                if not plug.ok:
-                    raise BenchError(f"the plug was refused: HTTP {plug.status}: {(await plug.text())[:200]}")
-                leaving = asyncio.create_task(plug.read())
-                for answer in answers:
-                    receiving.append(asyncio.create_task(answer.receive(session, endpoint, model, advance)))
-                    await answer.begun.wait()
-                too_early = leaving.done()
-                whole = (await leaving).endswith(b"data: [DONE]\n\n")
-        except aiohttp.ClientError as error:
-            raise BenchError(f"the plug broke off: {error}") from error
-        if not whole:
-            raise BenchError("the plug broke off: the server ended it with an error")
-        if too_early:
-            raise BenchError(
-                f"the plug left after {tokens} tokens, before all {len(run.requests)} were queued"
-            )
-        run.started = time.monotonic()
-        for timeline in run.requests:
-            timeline.arrival = run.started
-        return await _complete(run, answers, receiving)
-
-
-async def _complete(
-    run: Timelines, answers: Sequence[_Answer], receiving: Sequence[Awaitable[None]]
-) -> Timelines:
-    """The run, once all answers are in."""
-    await asyncio.gather(*receiving)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT, sock_read=SILENCE_TIMEOUT)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+        run = Timelines.of(workload if queued_at is None else workload.arriving(None), time.monotonic())
+        answers = [_Answer(timeline, session, endpoint, model, advance) for timeline in run.requests]
+        if queued_at is None:
+            receiving = [asyncio.create_task(answer.receive()) for answer in answers]
+        else:
+            receiving = await _queue(answers, session, endpoint, model, queued_at)
+            run.started = time.monotonic()
+            for timeline in run.requests:
+                timeline.arrival = run.started
+        await asyncio.gather(*receiving)
     run.ended = time.monotonic()
     for answer in answers:
         answer.read()
     return run
 
 
-def _session() -> aiohttp.ClientSession:
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT, sock_read=SILENCE_TIMEOUT)
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
+async def _queue(
+    answers: Sequence[_Answer], session: aiohttp.ClientSession, endpoint: Endpoint, model: str, slots: int
+) -> list[asyncio.Task[None]]:
+    """Let all answers be waited for behind a plug; returns when that has left."""
+    tokens = max(PLUG_TOKENS, PLUG_TOKENS_EACH * len(answers))
+    body = Item("plug", 0.0, PLUG_PROMPT, tokens).body(model) | {"prompt": [PLUG_PROMPT] * slots}
+    url, headers = f"{endpoint.url}/v1/completions", endpoint.headers()
+    receiving: list[asyncio.Task[None]] = []
+    try:
+        async with session.post(url, json=body, headers=headers) as plug:
+            if not plug.ok:
+                raise BenchError(f"the plug was refused: HTTP {plug.status}: {(await plug.text())[:200]}")
+            leaving = asyncio.create_task(plug.read())
+            for answer in answers:
+                receiving.append(asyncio.create_task(answer.receive()))
+                await answer.begun.wait()
+            too_early = leaving.done()
+            whole = (await leaving).endswith(b"data: [DONE]\n\n")
+    except aiohttp.ClientError as error:
+        raise BenchError(f"the plug broke off: {error}") from error
+    if not whole:
+        raise BenchError("the plug broke off: the server ended it with an error")
+    if too_early:
+        raise BenchError(f"the plug left after {tokens} tokens, before all {len(answers)} were queued")
+    return receiving
 
 
 @contextmanager
@@ -160,21 +144,26 @@ class _Answer:
     A client shares the cores with the server it measures, so while the clock runs it does next to nothing.
     """
 
-    def __init__(self, timeline: Timeline) -> None:
-        self._timeline = timeline
+    def __init__(
+        self,
+        timeline: Timeline,
+        session: aiohttp.ClientSession,
+        endpoint: Endpoint,
+        model: str,
+        advance: Advance | None,
+    ) -> None:
         self.begun = asyncio.Event()
         """Its headers are here, or will never be."""
+        self._timeline, self._session, self._advance = timeline, session, advance
+        self._url, self._headers = f"{endpoint.url}/v1/completions", endpoint.headers(timeline.item.tenant)
+        self._body = timeline.item.body(model)
         self._parts: list[tuple[float, bytes]] = []
         self._error: str | None = None
 
-    async def receive(
-        self, session: aiohttp.ClientSession, endpoint: Endpoint, model: str, advance: Advance | None
-    ) -> None:
-        item = self._timeline.item
+    async def receive(self) -> None:
         await asyncio.sleep(self._timeline.arrival - time.monotonic())
-        url, headers = f"{endpoint.url}/v1/completions", endpoint.headers(item.tenant)
         try:
-            async with session.post(url, json=item.body(model), headers=headers) as response:
+            async with self._session.post(self._url, json=self._body, headers=self._headers) as response:
                 self.begun.set()
                 if not response.ok:
                     body = (await response.read()).decode(errors="replace")
@@ -182,8 +171,8 @@ class _Answer:
                     return
                 async for part in response.content.iter_any():
                     self._parts.append((time.monotonic(), part))
-                    if advance:
-                        advance(part.count(b"data: {"))
+                    if self._advance:
+                        self._advance(part.count(b"data: {"))
         except (aiohttp.ClientError, TimeoutError) as error:
             self._error = f"{type(error).__name__}: {error}"
         finally:

@@ -6,7 +6,7 @@ import argparse
 import heapq
 import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +17,7 @@ from bench.observed import Observed
 from bench.report import BenchError, Report
 from bench.samples import Pairs, mean_of
 from bench.serving import served
-from bench.timeline import columns
+from bench.timeline import COLUMNS
 from bench.variance import SIDES
 from bench.workload import Workload
 from engine_actor.clock import wall
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="open loop: arrivals as shares of continuous batching's capacity (default: 0.35 0.7)",
     )
     parser.add_argument("--open-requests", type=int, default=40, help="requests per rate (default: 40)")
-    parser.add_argument("--draws", type=int, default=3, help=f"times of arrival at {LOAD}, drawn so often")
+    parser.add_argument("--draws", type=int, default=3, help=f"workloads at {LOAD} (default: 3)")
     parser.add_argument(
         "--sweep", choices=["variance"], help="instead: the gain against the spread of output lengths"
     )
@@ -55,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
         return variance.run(args)
     report = Report("compare", args.out)
     closed = options.workload(args, max_len=args.max_len, requests=128).arriving(None)
-    fewer = argparse.Namespace(**vars(args) | {"requests": args.open_requests})
-    opened = options.workload(fewer, max_len=args.max_len)
+    fewer = [vars(args) | {"requests": args.open_requests, "seed": args.seed + n} for n in range(args.draws)]
+    opened = [options.workload(argparse.Namespace(**known), max_len=args.max_len) for known in fewer]
     report.say(f"closed loop: {closed}")
     static_steps, continuous_steps = fewest_steps(closed, args.slots)
     data: dict[str, Any] = {
@@ -72,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
     def visit(side: str) -> None:
         """A closed loop on a fresh server, and at the side's first turn the open ones."""
         report.say(f"{side}: starting `serve run` with {SIDES[side]}")
-        limits = {"max_num_seqs": args.slots, "max_len": args.max_len, "max_prompts": args.slots}
+        limits = {"max_num_seqs": args.slots, "max_len": args.max_len}
+        limits |= {"max_prompts": args.slots}  # those of the plug
         with served(SIDES[side] | limits | {"model": args.model}) as server:
             here = Endpoint(server.url)
             client.drive(here, workload.preset("smoke", seed=1))
@@ -81,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
             data["closed"][side] = mean_of([figures for name, figures in turns if name == side])
             for entry in data["rates"]:
                 if side not in entry:
-                    _open(report, here, side, entry, opened, data["closed"], args)
+                    _open(report, here, side, entry, opened, data["closed"])
                     report.save(data)
 
     visit("continuous")
@@ -89,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         visit("static")
         visit("continuous")
         rates = [figures["tokens_per_s"] for _, figures in turns]
-        gains = [max(pair) / min(pair) for pair in pairwise(rates)]
+        gains = [a / b if n % 2 == 0 else b / a for n, (a, b) in enumerate(pairwise(rates))]
         if min(gains) >= GAIN or max(gains) < GAIN:
             break
     data["open"] = next((entry for entry in data["rates"] if entry["share"] == LOAD), {})
@@ -125,15 +126,14 @@ def _open(
     here: Endpoint,
     side: str,
     entry: dict[str, Any],
-    load: Workload,
+    loads: Sequence[Workload],
     closed: Mapping[str, Any],
-    args: argparse.Namespace,
 ) -> None:
     """A side's open loops at one rate; with both sides known, what they say of each other."""
     rate = entry.setdefault("requests_per_s", entry["share"] * closed["continuous"]["requests_per_s"])
     draws = [
-        _measure(report, here, load.arriving(rate, seed=args.seed + n), f"{side}-{entry['share']:g}-{n}")[0]
-        for n in range(args.draws if entry["share"] == LOAD else 1)
+        _measure(report, here, load.arriving(rate, seed=n), f"{side}-{entry['share']:g}-{n}")[0]
+        for n, load in enumerate(loads if entry["share"] == LOAD else loads[:1])
     ]
     entry[side] = mean_of(draws)
     entry.setdefault("ttft_p95_by_draw", {})[side] = [figures["ttft_p95"] for figures in draws]
@@ -148,10 +148,7 @@ def _measure(
 ) -> tuple[dict[str, Any], Observed]:
     """A run's figures. `queued_at`: a closed loop, all requests wait for so many slots; else an open one."""
     with report.progress(name, load.output_tokens) as advance:
-        if queued_at is None:
-            run = client.drive(here, load, advance=advance)
-        else:
-            run = client.drive_queue(here, load, slots=queued_at, advance=advance)
+        run = client.drive(here, load, queued_at=queued_at, advance=advance)
     if run.errors:
         raise BenchError(f"{name}: {len(run.errors)} requests failed, the first with {run.errors[0]}")
     since = min(600.0, time.monotonic() - run.started + 1)
@@ -201,13 +198,8 @@ def at_rate(entry: Mapping[str, Any]) -> str:
 
 def _tell(report: Report, data: dict[str, Any]) -> None:
     def table(title: str, sides: Mapping[str, Any]) -> None:
-        rows = [
-            {"": side}
-            | columns(sides[side])
-            | {"slots used": sides[side]["utilization"], "steps": sides[side]["steps"]}
-            for side in SIDES
-        ]
-        report.records(title, rows)
+        columns = f"side | {COLUMNS} | slots used: utilization | steps"
+        report.records(title, [{"side": side, **sides[side]} for side in SIDES], columns)
 
     table(f"Closed loop: {CLOSED}", data["closed"])
     for entry in data["rates"]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import hashlib
 import random
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import get_args
 
 import torch
 
-from bench import bare
+from bench import bare, options
 from bench.report import Report
 from engine_actor.engine import Engine
 from engine_actor.request import Request
@@ -20,6 +20,7 @@ from model.batch import Batch, SlotModel
 from model.executor import Executor, Sampled, SamplingParams
 from model.model_executor import ModelExecutor
 from model.storage import SlotStorage
+from policies.base import Policy
 from policies.fcfs import Fcfs
 
 Position = tuple[str, int]
@@ -36,6 +37,12 @@ class Recorder:
         self.vocab_size = model.vocab_size
         self.owners: Callable[[], dict[int, Request]] = dict
         self.digests: dict[Position, bytes] = {}
+
+    def engine(self, storage: SlotStorage, policy: Policy, kv_budget: int | None = None) -> Engine:
+        """An engine on this recorder."""
+        engine = Engine(ModelExecutor(self, storage), policy, kv_budget=kv_budget)
+        self.owners = lambda: {request.slot: request for request in engine.scheduler.running}
+        return engine
 
     def row_count(self, rows: int) -> int:
         return self.model.row_count(rows)
@@ -71,6 +78,10 @@ class Trail:
     """Requests that ended by a stop token or the end of sequence, and not by their length."""
     late_stops: int = 0
     """Those of them that had been preempted or resumed."""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in self.__slots__ if name not in ("digests", "tokens")}
 
     def differs_at(self, other: Trail) -> list[Position]:
         """Positions whose logits bits, token or scores differ, or that stand in one of the two only."""
@@ -170,14 +181,8 @@ def run_busy(
 
 def _again(request: Request, resumed: Sequence[int] = ()) -> Request:
     params = replace(request.params, prompt_logprobs=None) if resumed else request.params
-    return Request(
-        request.id,
-        request.prompt,
-        params,
-        request.eos_token_ids,
-        arrival=request.arrival,
-        resumed=list(resumed),
-    )
+    eos, arrival = request.eos_token_ids, request.arrival
+    return Request(request.id, request.prompt, params, eos, arrival=arrival, resumed=list(resumed))
 
 
 def _drive(
@@ -241,73 +246,42 @@ def _drive(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    options.add_engine(parser, max_len=512)
     parser.add_argument("--requests", type=int, default=64, help="default: %(default)s")
-    parser.add_argument("--slots", type=int, default=16, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--model", help="GGUF file or Hugging Face folder; default: the packaged model")
 
 
 def run(args: argparse.Namespace) -> int:
     report = Report("exactness", args.out)
     model = bare.load(args.model)
-    kv = model.new_storage(args.slots, 512, poison=True)
+    storage = model.new_storage(args.slots, args.max_len, poison=True)
     rng = random.Random(args.seed)
     requests = random_requests(rng, args.requests, model.vocab_size, 160, 40)
     with report.progress("alone", args.requests) as advance:
-        alone = run_alone(model, kv, requests, advance)
-    totals: Counter[str] = Counter()
-    modes: tuple[Mode, ...] = ("chunked", "batched", "separate")
-    rows: list[tuple[object, ...]] = []
-    different, late_stops, reused = {}, {}, {}
-    for mode in modes:
+        alone = run_alone(model, storage, requests, advance)
+    busy: dict[str, dict[str, int]] = {}
+    for mode in reversed(get_args(Mode)):
         with report.progress(f"busy, {mode}", args.requests) as advance:
-            busy = run_busy(model, kv, requests, rng, mode, advance)
-        different[mode], late_stops[mode] = len(alone.differs_at(busy)), busy.late_stops
-        reused[mode] = busy.reused
-        totals += Counter(positions=len(busy.digests), preemptions=busy.preemptions, resumes=busy.resumes)
-        rows.append(
-            (
-                mode,
-                len(busy.digests),
-                busy.steps,
-                busy.chunks,
-                busy.preemptions,
-                busy.resumes,
-                f"{busy.reused:,}, {busy.copied:,}, {busy.evicted:,}",
-                f"{busy.stops}, {busy.late_stops}",
-                different[mode],
-            )
-        )
-    report.table(
+            trail = run_busy(model, storage, requests, rng, mode, advance)
+        busy[mode] = {"different": len(alone.differs_at(trail)), "positions": len(trail.digests)}
+        busy[mode] |= trail.counts
+    report.records(
         f"{args.requests} requests, alone ({alone.steps} steps) against busy, {args.slots} slots",
-        [
-            "mode",
-            "positions",
-            "steps",
-            "prefill chunks",
-            "preemptions",
-            "resumes",
-            "tokens reused, copied, evicted",
-            "stops, after a preemption or resume",
-            "different",
-        ],
-        rows,
+        [{"mode": mode, **counts} for mode, counts in busy.items()],
+        "mode | positions | steps | prefill chunks: chunks | preemptions | resumes | tokens reused: reused | "
+        "copied | evicted | stops | after a preemption or resume: late_stops | different",
     )
+
+    def by_mode(count: str) -> dict[str, int]:
+        return {mode: counts[count] for mode, counts in busy.items()}
+
     report.note("Every position compares all bits of a logits row and the token chosen from it.")
-    report.at_most("different positions", sum(different.values()), 0)
+    report.at_most("different positions", sum(by_mode("different").values()), 0)
+    reused, late_stops = by_mode("reused"), by_mode("late_stops")
     report.at_least("tokens that others had computed, fewest of all modes", min(reused.values()), 1)
-    report.at_least(
-        "stop tokens after a preemption or resume, fewest of all modes", min(late_stops.values()), 1
-    )
-    return report.finish(
-        {
-            "positions": totals["positions"],
-            "different": sum(different.values()),
-            "different_by_mode": different,
-            "preemptions": totals["preemptions"],
-            "resumes": totals["resumes"],
-            "reused_tokens_by_mode": reused,
-            "late_stops_by_mode": late_stops,
-            "row_counts": model.row_counts.as_dict(),
-        }
-    )
+    what = "stop tokens after a preemption or resume, fewest of all modes"
+    report.at_least(what, min(late_stops.values()), 1)
+    totals = {n: sum(by_mode(n).values()) for n in ("positions", "different", "preemptions", "resumes")}
+    told = {"different_by_mode": by_mode("different"), "reused_tokens_by_mode": reused}
+    told |= {"late_stops_by_mode": late_stops}
+    return report.finish({**totals, **told, "row_counts": model.row_counts.as_dict()})

@@ -8,9 +8,10 @@ tenants wait, their service may differ by 2 * max(longest prompt, 2 * KV tokens)
 from __future__ import annotations
 
 import argparse
-import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -34,59 +35,47 @@ POLICIES = ("fcfs", "fair")
 BAR_TTFT = 1 / 5
 BAR_THROUGHPUT = 0.97
 MOST_ROUNDS = 15
+Turns = dict[str, list[bare.Run]]
+Array = np.ndarray[Any, Any]
 
 
 def crowd(flood: int, vocab: int, seconds: float) -> tuple[Workload, Workload]:
     """Both tenants, and B alone. `seconds`: what A's flood alone takes."""
-    a = build(
-        Shape(flood, HeavyTail(40, 0.3, 24, 64), HeavyTail(24, 0.5, 12, 48), tenants={"A": 1}), vocab=vocab
-    )
-    b = build(
-        Shape(TRICKLES + BURST, HeavyTail(24, 0.2, 16, 32), HeavyTail(12, 0.2, 8, 16), tenants={"B": 1}),
-        seed=1,
-        vocab=vocab,
-    )
+    a = Shape(flood, HeavyTail(40, 0.3, 24, 64), HeavyTail(24, 0.5, 12, 48), tenants={"A": 1})
+    b = Shape(TRICKLES + BURST, HeavyTail(24, 0.2, 16, 32), HeavyTail(12, 0.2, 8, 16), tenants={"B": 1})
     times = [(1 + i) * TRICKLE_EVERY * seconds for i in range(TRICKLES)] + [BURST_AT * seconds] * BURST
-    theirs = tuple(
-        replace(i, id=f"b{n}", arrival=t) for n, (i, t) in enumerate(zip(b.items, times, strict=True))
-    )
-    both = tuple(sorted((*a.items, *theirs), key=lambda item: item.arrival))
-    return Workload("fair", both), Workload("fair, B alone", theirs)
+    due = zip(build(b, seed=1, vocab=vocab).items, times, strict=True)
+    theirs = tuple(replace(item, id=f"b{n}", arrival=time) for n, (item, time) in enumerate(due))
+    both = sorted((*build(a, vocab=vocab).items, *theirs), key=lambda item: item.arrival)
+    return Workload("fair", tuple(both)), Workload("fair, B alone", theirs)
 
 
 @dataclass
 class Service:
     """Weighted service of both tenants, step by step."""
 
-    seconds: np.ndarray[Any, Any]
+    seconds: Array
     """Since the start, when each step began."""
-    served: dict[str, np.ndarray[Any, Any]]
-    both_wait: np.ndarray[Any, Any]
-    """After which steps both tenants had requests in the queue."""
+    served: dict[str, Array]
+    stretches: list[Array]
+    """The steps after which both tenants had requests in the queue, one array of numbers at a time."""
 
     @classmethod
     def of(cls, run: bare.Run) -> Service:
         """Without a shortage of KV nobody is preempted: who has been admitted waits no more."""
-        items = {t.item.id: t.item for t in run.requests}
-        served = {"A": np.zeros(len(run.records)), "B": np.zeros(len(run.records))}
+        began = np.array([record.started for record in run.records])
+        served = {"A": np.zeros(len(began)), "B": np.zeros(len(began))}
+        waiting = {tenant: np.zeros(len(began), bool) for tenant in served}
+        for t in run.requests:
+            admitted = t.admitted or 0.0
+            waiting[t.item.tenant] |= (t.arrival <= began) & (began < admitted)
+            served[t.item.tenant][np.searchsorted(began, admitted)] += PROMPT_WEIGHT * len(t.item.prompt)
         for step, record in enumerate(run.records):
             for share in record.shares:
                 served[share.tenant][step] += OUTPUT_WEIGHT * share.sampled
-            for name in record.admitted:
-                served[items[name].tenant][step] += PROMPT_WEIGHT * len(items[name].prompt)
-        began = np.array([record.started for record in run.records])
-        waiting = {tenant: np.zeros(len(began), bool) for tenant in served}
-        for t in run.requests:
-            admitted = float("inf") if t.admitted is None else t.admitted
-            waiting[t.item.tenant] |= (t.arrival <= began) & (began < admitted)
-        totals = {tenant: np.cumsum(steps) for tenant, steps in served.items()}
-        return cls(began - run.started, totals, waiting["A"] & waiting["B"])
-
-    @property
-    def stretches(self) -> list[np.ndarray[Any, Any]]:
-        """Numbers of the steps of each time in which both wait."""
-        found = np.flatnonzero(self.both_wait)
-        return np.split(found, np.flatnonzero(np.diff(found) > 1) + 1) if len(found) else []
+        both = np.flatnonzero(waiting["A"] & waiting["B"])
+        stretches = np.split(both, np.flatnonzero(np.diff(both) > 1) + 1) if len(both) else []
+        return cls(began - run.started, {t: np.cumsum(steps) for t, steps in served.items()}, stretches)
 
     @property
     def gap(self) -> float:
@@ -125,20 +114,18 @@ def run(args: argparse.Namespace) -> int:
         sides, args.rounds, at_most=MOST_ROUNDS, settled=lambda t: ratio(t).clear_of(BAR_THROUGHPUT)
     )
     data = _figures(both, quiet, turns, ratio(turns))
-    rows = [
-        {
-            "": name,
-            "B: TTFT p50 (s)": data["b_ttft_p50"][name],
-            "B: TTFT p95 (s)": data["b_ttft_p95"][name],
-            "A: E2E p95 (s)": data["a_e2e_p95"].get(name),
-            "service gap": data["service_gap"].get(name),
-            "tokens/s while requests wait": data["tokens_per_s_while_waiting"].get(name),
-            "of the whole run": data["tokens_per_s"].get(name),
-            "its last steps, nobody waiting": data["drain_steps"].get(name),
-        }
-        for name in ("alone", *POLICIES)
-    ]
-    report.records(f"Median of the rounds; the gap's bound is {data['gap_bound']:,.0f}", rows)
+    shown = {
+        "B: TTFT p50 (s)": "b_ttft_p50",
+        "p95": "b_ttft_p95",
+        "A: E2E p95": "a_e2e_p95",
+        "service gap": "service_gap",
+        "tokens/s while requests wait": "tokens_per_s_while_waiting",
+        "of all": "tokens_per_s",
+        "steps at the end": "drain_steps",
+    }
+    title = f"Median of the rounds; the gap's bound is {data['gap_bound']:,.0f}"
+    names = ("alone", *POLICIES)
+    report.table(title, ["", *shown], [(n, *(data[key].get(n) for key in shown.values())) for n in names])
     report.note(
         f"Tokens/s, fair / fcfs, while requests wait: {ratio(turns)}. Over whole runs it is "
         f"{data['whole_run_ratio']:.3f}: fair leaves A's longer answers for the end, where slots come free "
@@ -164,44 +151,36 @@ def _drive(model: Transformer, workload: Workload, policy: str) -> bare.Run:
     return bare.drive(engine, workload)
 
 
-def _figures(
-    both: Workload, quiet: bare.Run, turns: dict[str, list[bare.Run]], ratio: Pairs
-) -> dict[str, Any]:
+def _figures(both: Workload, quiet: bare.Run, turns: Turns, ratio: Pairs) -> dict[str, Any]:
+    def median_of(figure: Callable[[bare.Run], float]) -> dict[str, float]:
+        return {policy: median(map(figure, runs)) for policy, runs in turns.items()}
+
     def typical(tenant: str, key: str) -> dict[str, float]:
-        return {
-            policy: statistics.median(
-                latencies([t for t in run.requests if t.item.tenant == tenant], run.seconds)[key]
-                for run in runs
-            )
-            for policy, runs in turns.items()
-        }
+        return median_of(lambda r: latencies([t for t in r.requests if t.item.tenant == tenant], 1)[key])
+
+    def waiting_at_burst(run: bare.Run) -> int:
+        burst = run.started + max(item.arrival for item in both.items)
+        return sum(t.item.tenant == "A" and (t.admitted or 0) > burst for t in run.requests)
 
     longest = max(len(item.prompt) for item in both.items)
-    burst = max(item.arrival for item in both.items)
     gaps = {policy: max(Service.of(run).gap for run in runs) for policy, runs in turns.items()}
-    rates = {policy: [run.tokens_per_s for run in runs] for policy, runs in turns.items()}
+    whole = Pairs.ratios(*([run.tokens_per_s for run in turns[policy]] for policy in ("fair", "fcfs")))
+    alone = quiet.summary()
     return {
-        "b_ttft_p95": {"alone": quiet.summary()["ttft_p95"], **typical("B", "ttft_p95")},
-        "b_ttft_p50": {"alone": quiet.summary()["ttft_p50"], **typical("B", "ttft_p50")},
+        "b_ttft_p95": {"alone": alone["ttft_p95"], **typical("B", "ttft_p95")},
+        "b_ttft_p50": {"alone": alone["ttft_p50"], **typical("B", "ttft_p50")},
         "a_e2e_p95": typical("A", "e2e_p95"),
-        "a_waiting_at_burst": min(
-            sum(t.item.tenant == "A" and (t.admitted or 0) > run.started + burst for t in run.requests)
-            for runs in turns.values()
-            for run in runs
-        ),
+        "a_waiting_at_burst": min(waiting_at_burst(run) for runs in turns.values() for run in runs),
         "service_gap": gaps,
         "max_service_gap": gaps["fair"],
         "max_service_gap_fcfs": gaps["fcfs"],
         "gap_bound": 2 * max(PROMPT_WEIGHT * longest, OUTPUT_WEIGHT * SLOTS * MAX_LEN),
-        "tokens_per_s": {policy: statistics.median(found) for policy, found in rates.items()},
-        "tokens_per_s_while_waiting": {
-            policy: statistics.median(run.tokens_per_s_while_waiting for run in runs)
-            for policy, runs in turns.items()
-        },
+        "tokens_per_s": median_of(lambda run: run.tokens_per_s),
+        "tokens_per_s_while_waiting": median_of(lambda run: run.tokens_per_s_while_waiting),
+        "drain_steps": median_of(lambda run: len(run.records) - len(run.while_waiting)),
         "throughput_ratio": ratio.median,
         "throughput_ratios": ratio.values,
-        "whole_run_ratio": Pairs.ratios(rates["fair"], rates["fcfs"]).median,
-        "drain_steps": {p: len(runs[0].records) - len(runs[0].while_waiting) for p, runs in turns.items()},
+        "whole_run_ratio": whole.median,
     }
 
 

@@ -4,39 +4,29 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import mean, median
 from typing import Any
 
 import torch
 
-from bench import bare, client, observed, options
-from bench.chart import CONTINUOUS, INK, PALETTE
+from bench import bare, chart, client, observed, options
+from bench.chart import CONTINUOUS, STATIC
 from bench.lengths import fixed
 from bench.report import Report
 from bench.serving import served
-from bench.workload import Shape, build
+from bench.stopwatch import PARTS, stopwatch, wait
+from bench.workload import Shape, Workload, build
 from engine_actor.clock import wall
-from engine_actor.engine import Engine
+from engine_actor.records import StepRecord
 from model.stored_tensor import StoredTensor
 from model.transformer import Transformer
 
 CONTEXT, OUTPUT = 128, 48
 """Tokens of each prompt and answer: the decode steps measured read 128 to 176 cached positions a row."""
-ITEMS = (
-    "linear layers",
-    "output head",
-    "attention",
-    "norms and activation",
-    "sampling",
-    "scheduling",
-    "Python between",
-    "transport",
-)
+ITEMS = (*PARTS, "sampling", "scheduling", "Python between", "transport")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,60 +37,51 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     report = Report("gap", args.out)
     model = bare.load(args.model)
-    with report.progress("gap", 3 if args.no_serve else 4) as advance:
-        machine = Roofline.measure(model)
-        advance()
-        plain = _decode(bare.build(model, slots=args.slots, max_len=args.max_len, mode="batched"))
-        advance()
-        with Stopwatch().on(model) as watch:
-            timed = _decode(bare.build(model, slots=args.slots, max_len=args.max_len, mode="batched"), watch)
-        advance()
-        transport = 0.0
-        if not args.no_serve:
-            transport = _transport(args, report)
-            advance()
-
-    spent = watch.seconds
-    items: dict[str, float] = {name: spent[name] / timed.steps for name in ITEMS[:4]}
-    items["sampling"] = timed.phases["sample"]
-    items["scheduling"] = timed.phases["admit"] + timed.phases["retire"]
-    items["Python between"] = timed.step - sum(items.values())
-    items["transport"] = transport
+    machine = Roofline.measure(model)
+    plain = mean(record.seconds for record in _decode(model, args.slots, args.max_len))
+    with stopwatch(model) as spent:
+        steps = _decode(model, args.slots, args.max_len, spent.clear)
+    timed = mean(record.seconds for record in steps)
+    phases = {p: mean(r.phases.get(p, 0.0) for r in steps) for p in ("admit", "sample", "retire")}
+    items: dict[str, float] = {part: spent[part] / len(steps) for part in PARTS}
+    items |= {"sampling": phases["sample"], "scheduling": phases["admit"] + phases["retire"]}
+    items["Python between"] = timed - sum(items.values())
+    items["transport"] = 0.0 if args.no_serve else _transport(args, report)
     ideal = machine.ideal(model, args.slots, CONTEXT + OUTPUT // 2)
-    data: dict[str, Any] = {
-        "step": plain.step,
-        "step_with_stopwatch": timed.step,
-        "items": items,
-        "ideal": ideal,
-        "roofline": vars(machine),
-    }
+    data: dict[str, Any] = {"step": plain, "step_with_stopwatch": timed, "items": items}
+    data |= {"ideal": ideal, "roofline": vars(machine)}
     if model.backend.device.type == "cuda":
         data["cuda"] = _cuda(model, args)
-    report.table(
-        f"A decode step of {args.slots} requests (ms)",
-        ["item", "measured", "share", "at best", "measured / at best"],
+    step = timed + items["transport"]
+    report.records(
+        f"A decode step of {args.slots} requests; seconds",
         [
-            [
-                name,
-                1000 * seconds,
-                f"{seconds / (timed.step + transport):.1%}",
-                1000 * ideal[name] if name in ideal else None,
-                seconds / ideal[name] if name in ideal else None,
-            ]
-            for name, seconds in items.items()
-        ]
-        + [["step", 1000 * (timed.step + transport), "100 %", 1000 * sum(ideal.values()), None]],
+            {"item": name, "measured": t, "share": t / step, "best": ideal.get(name)}
+            | {"by_best": t / ideal[name] if name in ideal else None}
+            for name, t in [*items.items(), ("step", step)]
+        ],
+        "item | measured | share | at best: best | measured / at best: by_best",
     )
     report.note(
-        f"Timing the parts made the step {timed.step / plain.step - 1:+.1%} longer than the "
-        f"{1000 * plain.step:.1f} ms it takes untimed."
+        f"Timing the parts made the step {timed / plain - 1:+.1%} longer than the {1000 * plain:.1f} ms it "
+        "takes untimed."
     )
     report.note(
         f"At best: each weight and cached key read once at {machine.bytes_per_s / 1e9:.0f} GB/s, each "
         f"product at {machine.flops_per_s / 1e9:.0f} GFLOP/s, whichever takes longer. Both were measured "
         "just now, products with large square matrices: the faster of a plain one and a layer's."
     )
-    _draw(report, items, ideal)
+    with report.chart(size=(10, 5.2)) as (_, axes):
+        millis = {name: 1000 * seconds for name, seconds in items.items()}
+        labels = [f"{value:.2f} ms" for value in millis.values()]
+        chart.rows(axes, millis, labels, [CONTINUOUS] * len(items))
+        best = [1000 * ideal[name] if name in ideal else float("nan") for name in items]
+        heights = range(len(items))
+        low, high = [h - 0.4 for h in heights], [h + 0.4 for h in heights]
+        axes.vlines(best, low, high, color=STATIC, linewidth=3, label="at best: this machine's roofline")
+        axes.legend(loc="lower right")
+        axes.set(xlim=(0, 1.15 * max(millis.values())), xlabel="milliseconds of a decode step")
+        axes.set_title("Where a step's time goes")
     return report.finish(data)
 
 
@@ -118,163 +99,77 @@ class Roofline:
         buffer = torch.ones(2**28, dtype=torch.float32, device=device)
         size = 4096 if device.type == "cuda" else 2048
         a = torch.randn(size, size, device=device).to(dtype)
-        reading = _best(lambda: buffer.sum(), device)
         layer = model.backend.linear([StoredTensor.of("square", a)])
-        multiplying = min(_best(lambda: a @ a, device), _best(lambda: layer(a), device))
-        return cls(buffer.nbytes / reading, 2 * size**3 / multiplying)
+        multiplying = min(_best(lambda: a @ a, model), _best(lambda: layer(a), model))
+        return cls(buffer.nbytes / _best(buffer.sum, model), 2 * size**3 / multiplying)
 
     def ideal(self, model: Transformer, rows: int, context: int) -> dict[str, float]:
         """Seconds at best for a decode step's items of `rows` requests with `context` cached tokens."""
         config, item = model.config, model.backend.dtype.itemsize
-        attended = config.n_head * config.head_dim
-        cached = config.n_kv_head * config.head_dim
+        attended, cached = (heads * config.head_dim for heads in (config.n_head, config.n_kv_head))
         layer = config.hidden_size * (2 * attended + 2 * cached + 3 * config.intermediate_size)
         head = config.hidden_size * config.vocab_size
         keys = 2 * config.n_layer * rows * context * cached
         scores = 4 * config.n_layer * rows * context * attended
+
+        def slower(numbers: float, flops: float) -> float:
+            return max(numbers * item / self.bytes_per_s, flops / self.flops_per_s)
+
         return {
-            "linear layers": self._slower(config.n_layer * layer * item, 2 * config.n_layer * layer * rows),
-            "output head": self._slower(head * item, 2 * head * rows),
-            "attention": self._slower(keys * item, scores),
+            "linear layers": slower(config.n_layer * layer, 2 * config.n_layer * layer * rows),
+            "output head": slower(head, 2 * head * rows),
+            "attention": slower(keys, scores),
         }
 
-    def _slower(self, bytes_read: float, flops: float) -> float:
-        return max(bytes_read / self.bytes_per_s, flops / self.flops_per_s)
+
+def _load(slots: int, vocab: int) -> Workload:
+    return build(Shape(slots, fixed(CONTEXT), fixed(OUTPUT)), "decode", vocab=vocab)
 
 
-@dataclass
-class Stopwatch:
-    """Adds up the time inside a model's parts. Waits for the device, so it slows a GPU down."""
+def _decode(
+    model: Transformer, slots: int, max_len: int, on_prefill: Callable[[], object] = lambda: None
+) -> list[StepRecord]:
+    """Prefill every slot at once, then decode in step: the decode steps."""
 
-    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    def on_step(record: StepRecord) -> None:
+        if any(share.kind == "prefill" for share in record.shares):
+            on_prefill()
 
-    @contextmanager
-    def on(self, model: Transformer) -> Iterator[Stopwatch]:
-        """Time every call of the parts until the block ends."""
-        kind = type(model.attention)
-        head = model.weights.head
-        patched: list[tuple[Any, str, Any]] = []
-
-        def patch(owner: Any, name: str, item: Callable[..., str]) -> None:  # noqa: ANN401
-            original = getattr(owner, name)
-
-            def timed(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-                started = time.perf_counter()
-                result = original(*args, **kwargs)
-                _wait(model.backend.device)
-                self.seconds[item(*args)] += time.perf_counter() - started
-                return result
-
-            patched.append((owner, name, original))
-            setattr(owner, name, timed)
-
-        patch(type(head), "__call__", lambda it, *_: "output head" if it is head else "linear layers")
-        patch(kind, "__call__", lambda *_: "attention")
-        patch(kind, "begin", lambda *_: "attention")
-        patch(type(model.backend), "add_rms_norm", lambda *_: "norms and activation")
-        patch(type(model.backend), "silu_mul", lambda *_: "norms and activation")
-        try:
-            yield self
-        finally:
-            for owner, name, original in patched:
-                setattr(owner, name, original)
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """Mean seconds of a decode step and of its phases."""
-
-    step: float
-    phases: dict[str, float]
-    steps: int
-
-
-def _decode(engine: Engine, watch: Stopwatch | None = None) -> Decoded:
-    """Prefill every slot at once, then decode in step; only the decode steps count."""
-    slots = engine.slots.count
-    shape = Shape(slots, fixed(CONTEXT), fixed(OUTPUT))
-    load = build(shape, "decode", vocab=engine.executor.vocab_size)
-    for item in load.items:
-        engine.submit(item.request())
-    records = []
-    while engine.has_work():
-        _, record = engine.step()
-        if all(share.kind == "decode" for share in record.shares):
-            records.append(record)
-        elif watch:
-            watch.seconds.clear()
-    phases = {p: mean(r.phases.get(p, 0.0) for r in records) for p in ("admit", "sample", "retire")}
-    return Decoded(mean(r.seconds for r in records), phases, len(records))
+    engine = bare.build(model, slots=slots, max_len=max_len, mode="batched")
+    run = bare.drive(engine, _load(slots, model.vocab_size), on_step=on_step)
+    return [record for record in run.records if all(share.kind == "decode" for share in record.shares)]
 
 
 def _transport(args: argparse.Namespace, report: Report) -> float:
     """Seconds a step of a served engine waits for something other than its own work."""
-    shape = Shape(args.slots, fixed(CONTEXT), fixed(OUTPUT))
-    settings = {"max_num_seqs": args.slots, "max_len": args.max_len, "model": args.model}
-    with served(settings | {"mode": "batched"}) as server:
+    settings = {"max_num_seqs": args.slots, "max_len": args.max_len, "model": args.model, "mode": "batched"}
+    with served(settings) as server:
         here = client.Endpoint(server.url)
-        run = client.drive(here, build(shape, "decode"))
+        run = client.drive(here, _load(args.slots, vocab=49_152))
         trace = observed.fetch(here, 60, report.out / "gap-served.trace.json")
     seen = observed.cut(trace, wall(run.started), wall(run.ended))
     full = [step for step in seen.steps if len(step.requests) == args.slots]
-    pauses = [b.started - a.started - a.seconds for a, b in pairwise(full)]
-    return max(0.0, median(pauses))
+    return max(0.0, median(b.started - a.started - a.seconds for a, b in pairwise(full)))
 
 
 def _cuda(model: Transformer, args: argparse.Namespace) -> dict[str, float]:
     """Kernel time against wall time of a decode step: what is left is launches and Python."""
     from torch.profiler import ProfilerActivity, profile
 
-    engine = bare.build(model, slots=args.slots, max_len=args.max_len)
-    shape = Shape(args.slots, fixed(CONTEXT), fixed(OUTPUT))
-    for item in build(shape, "decode", vocab=model.vocab_size).items:
-        engine.submit(item.request())
-    while any(r.num_output < 4 for r in engine.requests.values()):
-        engine.step()
-    steps = 10
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
-        started = time.perf_counter()
-        for _ in range(steps):
-            engine.step()
-        _wait(model.backend.device)
-        wall = (time.perf_counter() - started) / steps
-    events = profiled.key_averages()
-    kernels = sum(event.self_device_time_total for event in events) / 1e6 / steps
-    return {"wall": wall, "kernels": kernels, "launch_gaps": wall - kernels}
+    profiled = profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU])
+    steps = _decode(model, args.slots, args.max_len, profiled.start)
+    wait(model)
+    profiled.stop()
+    wall_seconds = mean(record.seconds for record in steps)
+    kernels = sum(event.self_device_time_total for event in profiled.key_averages()) / 1e6 / len(steps)
+    return {"wall": wall_seconds, "kernels": kernels, "launch_gaps": wall_seconds - kernels}
 
 
-def _best(work: Callable[[], object], device: torch.device) -> float:
+def _best(work: Callable[[], object], model: Transformer) -> float:
     times = []
     for _ in range(8):
         started = time.perf_counter()
         work()
-        _wait(device)
+        wait(model)
         times.append(time.perf_counter() - started)
     return min(times)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _draw(report: Report, items: dict[str, float], ideal: dict[str, float]) -> None:
-    with report.chart(size=(10, 5.2)) as (_, axes):
-        names = list(items)[::-1]
-        bars = axes.barh(names, [1000 * items[n] for n in names], color=CONTINUOUS, height=0.62)
-        for bar, name in zip(bars, names, strict=True):
-            axes.annotate(
-                f" {1000 * items[name]:.2f} ms",
-                (bar.get_width(), bar.get_y() + bar.get_height() / 2),
-                va="center",
-                color=INK,
-            )
-            if name in ideal:
-                at = 1000 * ideal[name]
-                axes.plot([at, at], [bar.get_y() - 0.08, bar.get_y() + 0.7], color=PALETTE[1], linewidth=3)
-        axes.plot([], [], color=PALETTE[1], linewidth=3, label="at best: this machine's roofline")
-        axes.legend(loc="lower right")
-        axes.set_xlim(0, 1.15 * 1000 * max(items.values()))
-        axes.set_xlabel("milliseconds of a decode step")
-        axes.set_title("Where a step's time goes")
-        axes.grid(axis="y", visible=False)

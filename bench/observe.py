@@ -23,7 +23,7 @@ from bench.observed import Step
 from bench.origin import REPO
 from bench.report import BenchError, Report
 from bench.serving import served
-from bench.trace import row, steps_of_spans
+from bench.trace import COLUMNS, row, steps_of_spans
 from engine_actor.chrome_trace import FIRST_SLOT_TRACK
 
 DECODERS = 10
@@ -89,8 +89,8 @@ def run(args: argparse.Namespace) -> int:
                 _keep(page, report, "ray-dashboard")
         again = max(steps_of_spans(server.run_dir / "traces"), key=lambda step: step.seconds)
     _draw(report, trace, slow)
-    found = [{"": tool} | row(step) for tool, step in (("/trace", slow), ("span files", again))]
-    report.records("The slowest step, in two tools", found)
+    found = [("/trace", *row(slow)), ("span files", *row(again))]
+    report.table("The slowest step, in two tools", ["", *COLUMNS], found)
     if args.docs:
         pictures = REPO / "docs" / "pictures"
         pictures.mkdir(parents=True, exist_ok=True)

@@ -13,10 +13,10 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="a GGUF file or a Hugging Face directory (default: packaged)")
 
 
-def add_engine(parser: argparse.ArgumentParser) -> None:
+def add_engine(parser: argparse.ArgumentParser, *, max_len: int = 2048) -> None:
     add_model(parser)
     parser.add_argument("--slots", type=int, default=16, help="requests that run at once (default: 16)")
-    parser.add_argument("--max-len", type=int, default=2048, help="tokens a slot holds (default: 2048)")
+    parser.add_argument("--max-len", type=int, default=max_len, help=f"tokens a slot holds ({max_len})")
 
 
 def add_workload(parser: argparse.ArgumentParser, *, default: str = "default") -> None:

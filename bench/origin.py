@@ -7,6 +7,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -19,10 +20,10 @@ def origin() -> dict[str, Any]:
     """Of what runs now. A commit whose tree has been changed says so."""
     command = Path(sys.argv[0])
     program = f"python -m {command.parent.name}" if command.name == "__main__.py" else command.name
-    changes = "+changes" if _git("status", "--porcelain") else ""
     return {
         "command": shlex.join([*program.split(), *sys.argv[1:]]),
-        "commit": _git("rev-parse", "--short", "HEAD") + changes,
+        "commit": _git("rev-parse", "--short", "HEAD")
+        + ("+changes" if _git("status", "--porcelain") else ""),
         "machine": machine(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
@@ -31,9 +32,11 @@ def origin() -> dict[str, Any]:
 def machine() -> dict[str, Any]:
     import torch
 
+    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    named = [line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("model name")]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
-        "cpu": _cpu_name(),
+        "cpu": named[0] if named else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "vector": torch.backends.cpu.get_cpu_capability(),
         "memory_gib": round(memory / 2**30, 1),
@@ -45,17 +48,9 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else ():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
 def _git(*arguments: str) -> str:
-    try:
-        done = subprocess.run(["git", "-C", str(REPO), *arguments], capture_output=True, text=True)
-    except FileNotFoundError:
-        return ""
-    return done.stdout.strip()
+    with suppress(FileNotFoundError):
+        return subprocess.run(
+            ["git", "-C", str(REPO), *arguments], capture_output=True, text=True
+        ).stdout.strip()
+    return ""

@@ -6,12 +6,12 @@ import argparse
 import json
 import os
 import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 from bench import chart, client, options
 from bench.chart import CONTINUOUS, MUTED
@@ -63,11 +63,12 @@ def run(args: argparse.Namespace) -> int:
             crashed[name] = str(error)
             report.say(f"[red]{error}[/]")
 
-    try:
+    with ExitStack() as stack:
         for peer in peers:
             if peer.python.exists():
                 with alive(peer.name):
-                    sides[peer.name] = Worker(peer, peer.model(args.model), args, args.out)
+                    weights = peer.model(args.model)
+                    sides[peer.name] = stack.enter_context(worker(peer, weights, args, args.out))
             else:
                 how = f"python -m bench peers --install --peer {peer.name}"
                 report.say(f"{peer.name}: not installed, skipped; {how}")
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
             name, _, url = named.partition("=")
             if not url:
                 raise BenchError(f"--url expects NAME=URL, got {named!r}")
-            sides[name] = Remote(Endpoint(url.rstrip("/"), args.api_key))
+            sides[name] = remote(Endpoint(url.rstrip("/"), args.api_key))
         with report.progress("rounds", args.rounds * len(sides)) as advance:
             for _ in range(args.rounds):
                 for name, side in sides.items():
@@ -84,9 +85,6 @@ def run(args: argparse.Namespace) -> int:
                             turns.setdefault(name, []).append(side.turn(load))
                     advance()
                 report.save({"peers": _figures(load, sides, turns), "crashed": crashed})
-    finally:
-        for side in sides.values():
-            side.close()
     figures = _figures(load, sides, turns)
     if figures:
         _tell(report, load, figures)
@@ -104,86 +102,62 @@ class Turn:
     peak_mib: float | None
 
 
-class Side(Protocol):
-    """An engine that takes turns."""
+@dataclass(frozen=True)
+class Side:
+    """An engine that takes turns. `turn` raises BenchError when the engine is gone or fails."""
 
     version: str
     format: str
-
-    def turn(self, load: Workload) -> Turn:
-        """Drive the workload. Raises BenchError when the engine is gone or fails."""
-        ...
-
-    def close(self) -> None: ...
+    turn: Callable[[Workload], Turn]
 
 
-class Worker:
+@contextmanager
+def worker(peer: Peer, weights: Path, args: argparse.Namespace, out: Path) -> Iterator[Side]:
     """A peer in its own process, its weights loaded before the first turn."""
+    path = out / f"{peer.name}.log"
+    setup = json.dumps(vars(Setup(str(weights), args.slots, args.max_len, len(os.sched_getaffinity(0)))))
+    command = [str(peer.python), "-m", peer.module, setup]
+    pipe = subprocess.PIPE
+    with (
+        path.open("w") as log,
+        subprocess.Popen(command, cwd=REPO, stdin=pipe, stdout=pipe, stderr=log, text=True) as process,
+    ):
 
-    def __init__(self, peer: Peer, weights: Path, args: argparse.Namespace, out: Path) -> None:
-        self._name = peer.name
-        self._log = out / f"{peer.name}.log"
-        setup = Setup(str(weights), args.slots, args.max_len, len(os.sched_getaffinity(0)))
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                [str(peer.python), "-m", peer.module, json.dumps(vars(setup))],
-                cwd=REPO,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
-        hello = self._answer()
-        self.version, self.format = str(hello["version"]), str(hello["format"])
+        def answer() -> dict[str, Any]:
+            assert process.stdout is not None
+            if line := process.stdout.readline():
+                found: dict[str, Any] = json.loads(line)
+                return found
+            code = process.wait()
+            last = (path.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
+            raise BenchError(f"{peer.name} ended with exit code {code}: {last} (all of it: {path})")
 
-    def turn(self, load: Workload) -> Turn:
-        """See Side."""
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
+        def turn(load: Workload) -> Turn:
             jobs = [(item.prompt, item.output_tokens) for item in load.items]
-            print(json.dumps(jobs), file=self._process.stdin, flush=True)
-        return Turn(**self._answer())
+            with suppress(BrokenPipeError):
+                print(json.dumps(jobs), file=process.stdin, flush=True)
+            return Turn(**answer())
 
-    def close(self) -> None:
-        """End the process; it leaves by itself when its input ends."""
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.close()
-            self._process.wait(timeout=20)
-        except (OSError, subprocess.TimeoutExpired):
-            self._process.kill()
-            self._process.wait()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            code = self._process.wait()
-            last = (self._log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
-            raise BenchError(f"{self._name} ended with exit code {code}: {last} (all of it: {self._log})")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+            yield Side(**answer(), turn=turn)
+        finally:
+            # It leaves by itself when its input ends.
+            with suppress(OSError, subprocess.TimeoutExpired):
+                process.communicate(timeout=20)
+            process.kill()
 
 
-class Remote:
+def remote(endpoint: Endpoint) -> Side:
     """A server somewhere; its concurrency and number format are its own business."""
 
-    format = "unknown"
-
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
-        self.version = endpoint.model()
-
-    def turn(self, load: Workload) -> Turn:
-        """See Side."""
-        run = client.drive(self._endpoint, load.arriving(None))
+    def turn(load: Workload) -> Turn:
+        run = client.drive(endpoint, load.arriving(None))
         if run.errors:
-            raise BenchError(f"{self._endpoint.url}: {run.errors[0]}")
+            raise BenchError(f"{endpoint.url}: {run.errors[0]}")
         ids = [t.output for t in run.requests]
         return Turn(run.seconds, ids if all(ids) else [t.text for t in run.requests], None)
 
-    def close(self) -> None:
-        """Nothing to end."""
+    return Side(endpoint.model(), "unknown", turn)
 
 
 def _figures(load: Workload, sides: dict[str, Side], turns: dict[str, list[Turn]]) -> dict[str, Any]:
@@ -214,20 +188,13 @@ def _equal(reference: Sequence[Any], outputs: Sequence[Any]) -> int | None:
 
 
 def _tell(report: Report, load: Workload, figures: dict[str, Any]) -> None:
-    rows = [
-        {
-            "engine": f"{name} {f['version']}",
-            "numbers": f["format"],
-            "tokens/s": f["tokens_per_s"],
-            "ours / theirs": f["ours_over_theirs"],
-            "outputs equal to fp32 greedy": f"{f['equal']} of {len(load)}"
-            if f["equal"] is not None
-            else None,
-            "peak MiB": f["peak_mib"],
-        }
-        for name, f in figures.items()
-    ]
-    report.records("Output tokens/s, and how many times each we are (median over the rounds)", rows)
+    report.records(
+        "Output tokens/s, and how many times each we are (median over the rounds)",
+        [{"name": name, **f} for name, f in figures.items()],
+        "engine: name | version | numbers: format | tokens/s: tokens_per_s | "
+        f"ours / theirs: ours_over_theirs | of {len(load)} outputs, equal to fp32 greedy: equal | "
+        "peak MiB: peak_mib",
+    )
     rates = {name: float(figures[name]["tokens_per_s"]) for name in figures}
     rates = dict(sorted(rates.items(), key=lambda item: -item[1]))
     with report.chart(size=(10, 1.6 + 0.9 * len(rates))) as (_, axes):

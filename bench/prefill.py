@@ -69,12 +69,15 @@ def run(args: argparse.Namespace) -> int:
                 "steps": len(runs[0].records),
             }
         report.save({"arrivals": found})
-    rows = [
-        {"together": row["arrivals"], "prompt tokens": row["prompt_tokens"]}
-        | {f"{name} {what}": row[name][f"ttft_{key}"] for name in WAYS for what, key in TITLES}
-        for row in found
-    ]
-    report.records("Seconds until the average and the last of them has its first token", rows)
+    report.table(
+        "Seconds until the average and the last of them has its first token",
+        ["together", "prompt tokens", *(f"{name} {what}" for name in WAYS for what, _ in TITLES)],
+        [
+            [row["arrivals"], row["prompt_tokens"]]
+            + [row[name][f"ttft_{key}"] for name in WAYS for _, key in TITLES]
+            for row in found
+        ],
+    )
     with report.chart(columns=2, size=(11, 5)) as (_, panels):
         for axes, (title, key) in zip(panels, TITLES, strict=True):
             for name, way in WAYS.items():

@@ -99,20 +99,12 @@ def run(args: argparse.Namespace) -> int:
         with report.progress(policy.name, args.urgent) as advance:
             figures[policy.name] = _measure(model, work, policy(), advance)
     ours = figures[Priority.name]
-    rows = [
-        {
-            "policy": name,
-            "urgent TTFT p50 (s)": r["urgent"]["ttft_p50"],
-            "p95": r["urgent"]["ttft_p95"],
-            "in steps, p95": r["urgent_steps"]["p95"],
-            "others' ITL p50 (s)": r["others"]["itl_p50"],
-            "ITL p95": r["others"]["itl_p95"],
-            "displaced": r["displaced"],
-            "tokens/s": r["tokens_per_s"],
-        }
-        for name, r in figures.items()
-    ]
-    report.records("Urgent requests, and those whose slots they take", rows)
+    report.records(
+        "Urgent requests, and those whose slots they take; seconds",
+        [{"policy": name, **r} for name, r in figures.items()],
+        "policy | urgent TTFT p50: urgent.ttft_p50 | p95: urgent.ttft_p95 | in steps: urgent_steps.p95 | "
+        "others' ITL p50: others.itl_p50 | p95: others.itl_p95 | displaced | tokens/s: tokens_per_s",
+    )
     bound = STEPS * ours["step"]["p50"] + own_prefill
     with report.chart(size=(11, 4.6)) as (_, axes):
         marks = {name: {p: r["urgent"][f"ttft_{p}"] for p in ("p50", "p95")} for name, r in figures.items()}
@@ -126,20 +118,12 @@ def run(args: argparse.Namespace) -> int:
         axes.set_title("Urgent requests into a full engine")
     what = f"urgent TTFT p95, against {STEPS} steps + its own prefill"
     report.at_most(what, ours["urgent"]["ttft_p95"], bound, " s")
-    report.at_least(
-        "background requests waiting when the last urgent one arrives, fewest of all runs",
-        min(r["waiting_at_last_urgent"] for r in figures.values()),
-        1,
-    )
-    return report.finish(
-        {
-            "urgent_ttft_p95": ours["urgent"]["ttft_p95"],
-            "step_median": ours["step"]["p50"],
-            "own_prefill": own_prefill,
-            "urgent_steps_p95": ours["urgent_steps"]["p95"],
-            "policies": figures,
-        }
-    )
+    waiting = min(r["waiting_at_last_urgent"] for r in figures.values())
+    what = "background requests waiting when the last urgent one arrives, fewest of all runs"
+    report.at_least(what, waiting, 1)
+    data = {"urgent_ttft_p95": ours["urgent"]["ttft_p95"], "step_median": ours["step"]["p50"]}
+    data |= {"own_prefill": own_prefill, "urgent_steps_p95": ours["urgent_steps"]["p95"]}
+    return report.finish(data | {"policies": figures})
 
 
 def _engine(model: Transformer, policy: Policy) -> Engine:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -78,7 +78,7 @@ class Report:
         self._notes.append(line)
         self.console.print(line)
 
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         """Print rows; floats with three significant digits, None as a dash."""
         cells = [[show(cell) for cell in row] for row in rows]
         self._tables.append({"title": title, "columns": list(columns), "rows": cells})
@@ -89,9 +89,13 @@ class Report:
             table.add_row(*row)
         self.console.print(table)
 
-    def records(self, title: str, rows: Sequence[Mapping[str, object]]) -> None:
-        """A table of rows that each name their columns, all the same."""
-        self.table(title, list(rows[0]), [list(row.values()) for row in rows])
+    def records(self, title: str, records: Sequence[Mapping[str, Any]], columns: str = "") -> None:
+        """A row for each record. Columns: "heading: path | ...", where a dotted path leads to the cell;
+        the first record's keys where there are none."""
+        split = columns.split(" | ") if columns else list(records[0])
+        paths = [column.rpartition(": ")[2] for column in split]
+        heads = [column.rpartition(": ")[0] or column for column in split]
+        self.table(title, heads, [[_at(record, path) for path in paths] for record in records])
 
     def at_least(self, what: str, measured: float, bound: float, unit: str = "") -> None:
         self.bars.append(Bar(what, measured, "at least", bound, unit))
@@ -99,51 +103,43 @@ class Report:
     def at_most(self, what: str, measured: float, bound: float, unit: str = "") -> None:
         self.bars.append(Bar(what, measured, "at most", bound, unit))
 
-    def save(self, data: Mapping[str, Any]) -> Path:
-        """Write `<name>.json`: the data's own keys, then "bars", "tables", "notes", "meta" and "complete",
-        which is false. Call it for each part that is ready: an interrupted experiment keeps what it has."""
-        return self._write(data, complete=False)
+    def save(self, data: Mapping[str, Any], *, complete: bool = False) -> Path:
+        """Write `<name>.json`: the data's own keys, then "bars", "tables", "notes", "meta" and "complete".
+        Call it for each part that is ready: an interrupted experiment keeps what it has."""
+        path = self.out / f"{self.name}.json"
+        bars = [asdict(bar) | {"met": bar.met} for bar in self.bars]
+        shown = {"bars": bars, "tables": self._tables, "notes": self._notes, "meta": self._origin}
+        partial = path.with_suffix(".json.partial")
+        partial.write_text(json.dumps(_jsonable({**data, **shown, "complete": complete}), indent=1) + "\n")
+        partial.replace(path)
+        return path
 
     def finish(self, data: Mapping[str, Any]) -> int:
         """Save as complete, print each bar as met or missed, and return the exit code."""
-        self.say(f"wrote {self._write(data, complete=True)}")
+        self.say(f"wrote {self.save(data, complete=True)}")
         for bar in self.bars:
             self.say(f"{'[green]met   [/]' if bar.met else '[bold red]MISSED[/]'}  {bar}")
         return 0 if all(bar.met for bar in self.bars) else 1
 
-    def _write(self, data: Mapping[str, Any], *, complete: bool) -> Path:
-        path = self.out / f"{self.name}.json"
-        bars = [asdict(bar) | {"met": bar.met} for bar in self.bars]
-        shown = {"bars": bars, "tables": self._tables, "notes": self._notes, "meta": self._origin}
-        document = {**data, **shown, "complete": complete}
-        partial = path.with_suffix(".json.partial")
-        partial.write_text(json.dumps(_jsonable(document), indent=1) + "\n")
-        partial.replace(path)
-        return path
-
     @contextmanager
     def progress(self, what: str, total: float) -> Iterator[Advance]:
         """A moving bar on a terminal; a line for each tenth of the way where output is piped."""
-        if not self.console.is_terminal:
-            yield self._lines(what, total)
-            return
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
-        with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self.console) as bar:
-            task = bar.add_task(what, total=total)
-            yield lambda steps=1.0: bar.advance(task, steps)
+        times = (TimeElapsedColumn(), TimeRemainingColumn())
+        piped = not self.console.is_terminal
+        with Progress(*columns, *times, console=self.console, disable=piped) as bar:
+            task = bar.add_task(what, total=total or 1)
+            told = 0
 
-    def _lines(self, what: str, total: float) -> Advance:
-        done, told = 0.0, 0
+            def advance(steps: float = 1.0) -> None:
+                nonlocal told
+                bar.advance(task, steps)
+                tenth = int(bar.tasks[task].percentage / 10)
+                if piped and tenth > told:
+                    told = tenth
+                    self.say(f"{what}: {10 * tenth} %")
 
-        def advance(steps: float = 1.0) -> None:
-            nonlocal done, told
-            done += steps
-            tenth = int(10 * done / total) if total else 10
-            if tenth > told:
-                told = tenth
-                self.say(f"{what}: {10 * tenth} %")
-
-        return advance
+            yield advance
 
     @contextmanager
     def chart(
@@ -156,15 +152,17 @@ class Report:
         self.say(f"wrote {path}")
 
 
+def _at(record: Any, path: str) -> object:  # noqa: ANN401 - JSON
+    first, _, rest = path.partition(".")
+    found = record.get(first)
+    return _at(found, rest) if rest else found
+
+
 def show(cell: object) -> str:
     """A figure as a table shows it."""
-    if cell is None:
-        return "–"
     if isinstance(cell, float):
         return f"{cell:,.0f}" if abs(cell) >= 1000 or cell == 0 else f"{cell:.3g}"
-    if isinstance(cell, int):
-        return f"{cell:,}"
-    return str(cell)
+    return "–" if cell is None else f"{cell:,}" if isinstance(cell, int) else str(cell)
 
 
 def _jsonable(value: object) -> object:

@@ -70,21 +70,18 @@ def run(args: argparse.Namespace) -> int:
     for name in args.only or ():
         if name not in keys:
             raise BenchError(f"unknown entry {name!r}; choose from {', '.join(keys)}")
-    known = experiments()
-    outcomes: list[tuple[Entry, int, float]] = []
-    if not args.rebuild:
-        for entry in ENTRIES:
-            if entry.experiment in known and (not args.only or entry.key in args.only):
-                report.say(f"\n[bold]{entry.title}[/]")
-                started = time.monotonic()
-                command = [sys.executable, "-m", "bench", entry.experiment, *entry.options]
-                code = subprocess.run([*command, "--out", str(args.out / entry.key)], cwd=REPO).returncode
-                outcomes.append((entry, code, time.monotonic() - started))
-        report.table(
-            "Experiments",
-            ["", "minutes", "outcome"],
-            [[e.key, seconds / 60, OUTCOMES.get(code, f"exit {code}")] for e, code, seconds in outcomes],
-        )
+    outcomes: dict[str, int] = {}
+    minutes: dict[str, float] = {}
+    for entry in () if args.rebuild else ENTRIES:
+        if entry.experiment in experiments() and (not args.only or entry.key in args.only):
+            report.say(f"\n[bold]{entry.title}[/]")
+            started = time.monotonic()
+            command = [sys.executable, "-m", "bench", entry.experiment, *entry.options]
+            done = subprocess.run([*command, "--out", str(args.out / entry.key)], cwd=REPO)
+            outcomes[entry.key] = done.returncode
+            minutes[entry.key] = (time.monotonic() - started) / 60
+    rows = [(key, minutes[key], OUTCOMES.get(code, f"exit {code}")) for key, code in outcomes.items()]
+    report.table("Experiments", ["", "minutes", "outcome"], rows)
     found = _documents(args.out)
     documents = {key: document for key, document in found.items() if _is_complete(document)}
     cut_short = found.keys() - documents.keys()
@@ -97,8 +94,8 @@ def run(args: argparse.Namespace) -> int:
     if documents.get("compare", {}).get("open") and BEGIN in README.read_text():
         _write_readme(documents["compare"])
         report.say("wrote README.md's figures")
-    report.finish({"outcomes": {entry.key: code for entry, code, _ in outcomes}})
-    codes = {code for _, code, _ in outcomes}
+    report.finish({"outcomes": outcomes})
+    codes = set(outcomes.values())
     return 2 if cut_short or codes - {0, 1} else max(codes, default=0)
 
 

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,19 +75,28 @@ def served(
     HAProxy stands in front of it, as in `make serve`. Raises BenchError if it does not become healthy.
     """
     directory = Path(tempfile.mkdtemp(prefix="ss-", dir="/tmp"))
-    port = write_config(directory, settings)
-    env = {
-        **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
-        "RAY_TMPDIR": str(directory),
-        "PYTHONUNBUFFERED": "1",
-        **haproxy(str(directory)),
-        **(environment or {}),
-    }
     command = [str(Path(sys.executable).with_name("serve")), "run", str(directory / "config.yaml")]
+    with launched(command, directory, settings, {**haproxy(str(directory)), **(environment or {})}) as server:
+        _wait_until_healthy(server)
+        yield server
+
+
+@contextlib.contextmanager
+def launched(
+    command: Sequence[str],
+    directory: Path,
+    settings: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+    cwd: Path = REPO,
+) -> Iterator[Server]:
+    """Start `command` for a server whose files lie in `directory`, `config.yaml` among them; end both."""
+    port = write_config(directory, settings)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    env |= {"RAY_TMPDIR": str(directory), "PYTHONUNBUFFERED": "1", **(environment or {})}
     with (directory / "log").open("wb") as log:
         process = subprocess.Popen(
             command,
-            cwd=REPO,
+            cwd=cwd,
             env=env,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -97,7 +106,6 @@ def served(
         )
     server = Server(f"http://127.0.0.1:{port}", process, directory)
     try:
-        _wait_until_healthy(server)
         yield server
     finally:
         stop(server)

@@ -62,6 +62,13 @@ class Trial:
         """The median before the long prompt arrived."""
         return median(gap for when, gap in self.gaps if when <= 0)
 
+    @property
+    def figures(self) -> dict[str, float]:
+        itl = {"itl_plain": self.plain, "itl_median": self.median, "itl_worst": self.worst}
+        long = {"long_ttft": self.ttft, "long_prefill": self.prefill, "guilty_step": self.guilty}
+        ratios = {"worst_by_median": self.worst / self.median, "worst_by_plain": self.worst / self.plain}
+        return itl | long | ratios
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_engine(parser)
@@ -98,15 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
     knee = _knee(sweep) if sweep else None
     data = {
-        mode: {
-            "itl_plain": t.plain,
-            "itl_median": t.median,
-            "itl_worst": t.worst,
-            "itl_worst_of_all_trials": max(one.worst for one in turns[mode]),
-            "long_ttft": t.ttft,
-            "long_prefill": t.prefill,
-            "guilty_step": t.guilty,
-        }
+        mode: t.figures | {"itl_worst_of_all_trials": max(s.worst for s in turns[mode])}
         for mode, t in trials.items()
     }
     for mode, chosen in trials.items():
@@ -117,20 +116,13 @@ def run(args: argparse.Namespace) -> int:
         report.say(f"wrote {path} (opens in ui.perfetto.dev; step {chosen.guilty} is marked)")
     _draw(report, trials, f"a prompt of {args.prompt:,} tokens arrives", f"median of {args.repeats} trials")
     worst_itl = f"worst ITL (median of {args.repeats} trials)"
-    rows = [
-        {
-            "mode": mode,
-            "plain ITL (ms)": 1000 * t.plain,
-            "ITL p50 (ms)": 1000 * t.median,
-            f"{worst_itl} (ms)": 1000 * t.worst,
-            "worst of all trials (ms)": 1000 * data[mode]["itl_worst_of_all_trials"],
-            "worst / p50": t.worst / t.median,
-            "worst / plain": t.worst / t.plain,
-            "long prompt's TTFT (s)": t.ttft,
-        }
-        for mode, t in trials.items()
-    ]
-    report.records(f"{decoders} decoders, then a prompt of {args.prompt:,} tokens", rows)
+    report.records(
+        f"{decoders} decoders, then a prompt of {args.prompt:,} tokens; seconds",
+        [{"mode": mode, **figures} for mode, figures in data.items()],
+        f"mode | plain ITL: itl_plain | ITL p50: itl_median | {worst_itl}: itl_worst | "
+        "worst of all trials: itl_worst_of_all_trials | worst / p50: worst_by_median | "
+        "worst / plain: worst_by_plain | long prompt's TTFT: long_ttft",
+    )
     if knee is not None:
         _sweep(report, sweep, knee)
     chunked, separate = trials["chunked"], trials["separate"]
@@ -146,10 +138,7 @@ def run(args: argparse.Namespace) -> int:
     report.at_most(f"chunked: {worst_itl} / median ITL", chunked.worst / chunked.median, BAR, "x")
     prefill = f"separate: {worst_itl} / the long prompt's prefill"
     report.at_least(prefill, separate.worst / separate.prefill, 1.0)
-    swept = [
-        {"budget": budget, "itl_worst": t.worst, "itl_median": t.median, "long_ttft": t.ttft}
-        for budget, t in sweep.items()
-    ]
+    swept = [{"budget": budget, **t.figures} for budget, t in sweep.items()]
     counts = {"prompt_tokens": args.prompt, "decoders": decoders}
     return report.finish({**data, **counts, "sweep": swept, "knee": knee})
 
@@ -158,7 +147,7 @@ def _trial(engine: Engine, decoders: int, prompt: int) -> Trial:
     """Decode steadily, add the long prompt, and go on until plain steps are again the majority."""
     room, vocab = engine.slots.max_len, engine.executor.vocab_size
     users = build(Shape(decoders, fixed(32), fixed(room - 32)), "users", vocab=vocab)
-    long = build(Shape(1, fixed(prompt), fixed(8)), "long", vocab=vocab).items[0]
+    long = build(Shape(1, fixed(prompt), fixed(8)), "long", seed=1, vocab=vocab).items[0]
     for item in users.items:
         engine.submit(item.request(engine.clock()))
     times: dict[str, list[float]] = {item.id: [] for item in users.items}
@@ -221,17 +210,12 @@ def _knee(sweep: Mapping[int, Trial]) -> int:
 
 
 def _sweep(report: Report, sweep: Mapping[int, Trial], knee: int) -> None:
-    rows = [
-        {
-            "rows a step": budget,
-            "worst ITL (median of trials) (ms)": 1000 * t.worst,
-            "worst / p50": t.worst / t.median,
-            "long prompt's TTFT (s)": t.ttft,
-            "": "knee" if budget == knee else "",
-        }
-        for budget, t in sweep.items()
-    ]
-    report.records("chunked: the budget of a step against the stall it allows", rows)
+    report.records(
+        "chunked: the budget of a step against the stall it allows; seconds",
+        [{"budget": b, "knee": "knee" if b == knee else "", **t.figures} for b, t in sweep.items()],
+        "rows a step: budget | worst ITL (median of trials): itl_worst | worst / p50: worst_by_median | "
+        "long prompt's TTFT: long_ttft | knee",
+    )
     with report.chart("budget", rows=2, size=(10, 7)) as (_, (stall, wait)):
         stall.plot(list(sweep), [t.worst / t.median for t in sweep.values()], "o-")
         stall.axhline(BAR, color=STATIC, linewidth=1.5, linestyle="--")

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -20,7 +17,7 @@ import httpx
 
 from bench.origin import REPO
 from bench.report import BenchError, Report
-from bench.serving import START_SECONDS, Server, stop, write_config
+from bench.serving import START_SECONDS, Server, launched
 
 COLD_SECONDS, WARM_SECONDS = 20.0, 12.0
 QUESTION = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 8, "temperature": 0}
@@ -101,29 +98,15 @@ def _checkout(commit: str) -> Iterator[Path]:
 def _start(repo: Path, caches: Path) -> Start:
     """Start the server of `repo`, ask one question, end it. What it caches stays in `caches`."""
     directory = Path(tempfile.mkdtemp(prefix="ss-", dir="/tmp"))
-    port = write_config(directory, {"run_dir": str(caches / "run")})
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment |= {"RAY_TMPDIR": str(directory), "NUMBA_CACHE_DIR": str(caches / "kernels")}
-    with (directory / "log").open("wb") as log:
-        started = time.monotonic()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "app", "--config", str(directory / "config.yaml")],
-            cwd=repo,
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
-    server = Server(f"http://127.0.0.1:{port}", process, directory)
-    try:
+    command = [sys.executable, "-m", "app", "--config", str(directory / "config.yaml")]
+    settings = {"run_dir": str(caches / "run")}
+    environment = {"NUMBA_CACHE_DIR": str(caches / "kernels")}
+    started = time.monotonic()
+    with launched(command, directory, settings, environment, cwd=repo) as server:
         _ask(server, started + START_SECONDS)
         seconds = time.monotonic() - started
         (replica,) = server.pids(REPLICA)
-        return Start(seconds, _resident_mb(replica), _resident_mb(process.pid))
-    finally:
-        stop(server)
-        shutil.rmtree(directory, ignore_errors=True)
+        return Start(seconds, _resident_mb(replica), _resident_mb(server.process.pid))
 
 
 def _ask(server: Server, deadline: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -88,12 +88,8 @@ def latencies(timelines: Sequence[Timeline], seconds: float) -> dict[str, Any]:
     } | {f"{name}_{key}": p for name, values in samples.items() for key, p in percentiles(values).items()}
 
 
-def columns(figures: Mapping[str, Any]) -> dict[str, object]:
-    """The figures that a table shows of a run, under its headings."""
-    return {
-        "tokens/s": figures["tokens_per_s"],
-        "requests/s": figures["requests_per_s"],
-        **{f"TTFT {p} (s)": figures[f"ttft_{p}"] for p in ("p50", "p95", "p99")},
-        **{f"ITL {p}": figures[f"itl_{p}"] for p in ("p50", "p95", "p99")},
-        **{f"E2E {p}": figures[f"e2e_{p}"] for p in ("p50", "p95")},
-    }
+COLUMNS = (
+    "tokens/s: tokens_per_s | requests/s: requests_per_s | TTFT p50 (s): ttft_p50 | p95: ttft_p95 | "
+    "p99: ttft_p99 | ITL p50 (s): itl_p50 | p95: itl_p95 | p99: itl_p99 | E2E p50 (s): e2e_p50 | p95: e2e_p95"
+)
+"""Of a table of such figures."""

@@ -21,6 +21,7 @@ from engine_actor.scheduler import Mode
 
 SHOWN = 8
 """Steps listed, and requests named in each."""
+COLUMNS = ("engine", "step", "ms", "prefill rows", "decode rows", "waiting", "requests")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     if not steps:
         raise BenchError("there are no steps in it: nothing has run")
     slowest = sorted(steps, key=lambda step: -step.seconds)[:SHOWN]
-    report.records(f"The slowest of {len(steps):,} steps", [row(step) for step in slowest])
+    report.table(f"The slowest of {len(steps):,} steps", COLUMNS, map(row, slowest))
     report.note(
         "Many prefill rows in a slow step: a long prompt held everyone up; a smaller max_step_tokens or "
         "mode chunked spreads it out."
@@ -102,15 +103,9 @@ def _record(args: argparse.Namespace, report: Report) -> dict[str, Any]:
     return chrome_trace({0: done.records}, marks={(0, slowest.number): "slowest step"})
 
 
-def row(step: Step) -> dict[str, object]:
-    """A step in a table."""
+def row(step: Step) -> tuple[object, ...]:
+    """A step under COLUMNS."""
     more = f" and {len(step.requests) - SHOWN} more" if len(step.requests) > SHOWN else ""
-    return {
-        "engine": step.engine,
-        "step": step.number,
-        "ms": step.seconds * 1e3,
-        "prefill rows": step.prefill_rows,
-        "decode rows": step.decode_rows,
-        "waiting": step.waiting,
-        "requests": ", ".join(name[:16] for name in step.requests[:SHOWN]) + more,
-    }
+    names = ", ".join(name[:16] for name in step.requests[:SHOWN]) + more
+    rows = (step.prefill_rows, step.decode_rows)
+    return (step.engine, step.number, step.seconds * 1e3, *rows, step.waiting, names)

@@ -8,21 +8,23 @@ cost slips into the next one.
 from __future__ import annotations
 
 import argparse
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 
+import httpx
 import ray.util.metrics
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace.export import SpanExporter
 
+from app.haproxy import free_port
 from bench import bare, chart, options
 from bench.chart import MUTED
 from bench.lengths import fixed
@@ -43,17 +45,14 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 32, 63
 MOST_ROUNDS = 60
 
 COLLECTOR = """
-import http.server, sys
-class Collector(http.server.BaseHTTPRequestHandler):
-    def do_POST(self):
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.send_response(200)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-    def log_message(self, *_): pass
-server = http.server.HTTPServer(("127.0.0.1", 0), Collector)
-print(server.server_port, flush=True)
-server.serve_forever()
+import sys
+from aiohttp import web
+async def take(request):
+    await request.read()
+    return web.Response()
+app = web.Application()
+app.router.add_post("/v1/traces", take)
+web.run_app(app, host="127.0.0.1", port=int(sys.argv[1]), print=None)
 """
 
 
@@ -105,10 +104,16 @@ def watcher(exporter: SpanExporter, name: str) -> Iterator[Watcher]:
 @contextmanager
 def collector() -> Iterator[str]:
     """An OTLP endpoint in a process of its own that takes everything."""
-    process = subprocess.Popen([sys.executable, "-c", COLLECTOR], stdout=subprocess.PIPE, text=True)
+    port = free_port()
+    process = subprocess.Popen([sys.executable, "-c", COLLECTOR, str(port)])
     try:
-        assert process.stdout is not None
-        yield f"http://127.0.0.1:{int(process.stdout.readline())}/v1/traces"
+        url = f"http://127.0.0.1:{port}"
+        while process.poll() is None:
+            with suppress(httpx.HTTPError):
+                httpx.get(url)
+                break
+            time.sleep(0.05)
+        yield f"{url}/v1/traces"
     finally:
         process.kill()
         process.wait()
@@ -150,17 +155,16 @@ def run(args: argparse.Namespace) -> int:
     ratios = _ratios(blocks)
     seconds = {kind: [block.seconds for block in found] for kind, found in blocks.items()}
     cpu = {kind: [block.cpu_seconds for block in found] for kind, found in blocks.items()}
-    rows = [
-        {
-            "": kind if kind == "unwatched" else f"spans to {kind}",
-            "tokens/s": work.output_tokens / statistics.median(seconds[kind]),
-            "median ratio": ratios[kind].median if kind in ratios else 1.0,
-            "CPU ms per token": statistics.median(cpu[kind]) / work.output_tokens * 1e3,
-            "spans": spans.get(kind, 0),
-        }
-        for kind in blocks
-    ]
-    report.records("What watching costs", rows)
+    report.records(
+        "What watching costs",
+        [
+            {"name": name, "tokens/s": work.output_tokens / median(seconds[name])}
+            | {"ms": 1000 * median(cpu[name]) / work.output_tokens, "spans": spans.get(name, 0)}
+            | {"ratio": ratios[name].median if name in ratios else 1.0}
+            for name in blocks
+        ],
+        "watched: name | tokens/s | median ratio: ratio | CPU ms per token: ms | spans",
+    )
     told = "; ".join(f"spans to {kind} {pairs}" for kind, pairs in ratios.items())
     report.note(
         f"A ratio of 1 means that watching costs nothing: {told}. "

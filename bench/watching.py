@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import statistics
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -63,31 +64,17 @@ def run(args: argparse.Namespace) -> int:
     rates = {kind: [rate for rate, _ in found] for kind, found in turns.items()}
     shares = {kind: [share for _, share in found] for kind, found in turns.items()}
     ratios, cost = Pairs.ratios(rates["watched"], rates["unwatched"]), _added(turns)
-    rows = [
-        {
-            "": kind,
-            "tokens/s: median": statistics.median(rates[kind]),
-            "lowest": min(rates[kind]),
-            "highest": max(rates[kind]),
-            "other threads' % of the machine": 100 * statistics.median(shares[kind]),
-        }
-        for kind in turns
-    ]
-    report.records("A busy engine with a page open and without", rows)
+    rows = [(kind, median(r), min(r), max(r), 100 * median(shares[kind])) for kind, r in rates.items()]
+    heads = ["", "tokens/s: median", "lowest", "highest", "other threads' % of the machine"]
+    report.table("A busy engine with a page open and without", heads, rows)
     report.note(
         f"Tokens/s watched / unwatched: {ratios}. The last column: processor time taken by everything but "
         f"the {CPUS} busiest threads, of all that the machine has; an open page adds {cost}."
     )
     report.at_most("processor time that an open page adds / the machine's", cost.median, BAR)
-    return report.finish(
-        {
-            "cost": cost.median,
-            "shares": shares,
-            "tokens_per_s_ratio": ratios.median,
-            "tokens_per_s_ratios": ratios.values,
-            "tokens_per_s": rates,
-        }
-    )
+    data: dict[str, Any] = {"cost": cost.median, "shares": shares, "tokens_per_s": rates}
+    data |= {"tokens_per_s_ratio": ratios.median, "tokens_per_s_ratios": ratios.values}
+    return report.finish(data)
 
 
 def _added(turns: dict[str, list[tuple[float, float]]]) -> Pairs:

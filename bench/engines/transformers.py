@@ -6,40 +6,29 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-from bench.engines.worker import Job, Setup, serve
+from bench.engines.worker import Generate, Job, Setup, serve
 
 
-class Transformers:
+def build(setup: Setup) -> Generate:
     """`slots` requests a batch, paged SDPA attention, no end of sequence."""
+    torch.set_num_threads(setup.threads)
+    model = AutoModelForCausalLM.from_pretrained(
+        setup.model, dtype=torch.float32, attn_implementation="sdpa"
+    ).eval()
+    batching = ContinuousBatchingConfig(
+        max_requests_per_batch=setup.slots,
+        max_batch_tokens=256,
+        num_blocks=setup.slots * setup.max_len // 256,
+        allow_block_sharing=False,
+    )
+    greedy = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+    settings = {"generation_config": greedy, "continuous_batching_config": batching}
 
-    version = transformers.__version__
-    format = "fp32"
-
-    def __init__(self, setup: Setup) -> None:
-        torch.set_num_threads(setup.threads)
-        self._model = AutoModelForCausalLM.from_pretrained(
-            setup.model, dtype=torch.float32, attn_implementation="sdpa"
-        ).eval()
-        self._config = ContinuousBatchingConfig(
-            max_requests_per_batch=setup.slots,
-            max_batch_tokens=256,
-            num_blocks=setup.slots * setup.max_len // 256,
-            allow_block_sharing=False,
-        )
-        # The first jobs build the manager and its KV, which stay: that is not to be timed.
-        self.generate([([0], 1)])
-
-    def generate(self, jobs: list[Job]) -> list[list[int]]:
-        greedy = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
-        with (
-            torch.inference_mode(),
-            self._model.continuous_batching_context_manager(
-                generation_config=greedy,
-                continuous_batching_config=self._config,
-                persistent_manager=True,
-                warmup=False,
-            ) as manager,
-        ):
+    @torch.inference_mode()
+    def generate(jobs: list[Job]) -> list[list[int]]:
+        with model.continuous_batching_context_manager(
+            **settings, persistent_manager=True, warmup=False
+        ) as manager:
             for index, (prompt, tokens) in enumerate(jobs):
                 manager.add_request(prompt, request_id=str(index), max_new_tokens=tokens, eos_token_id=-1)
             outputs: dict[int, list[int]] = {}
@@ -51,6 +40,10 @@ class Transformers:
                     outputs[int(result.request_id)] = result.generated_tokens
         return [outputs[index] for index in range(len(jobs))]
 
+    # The first jobs build the manager and its KV, which stay: that is not to be timed.
+    generate([([0], 1)])
+    return generate
+
 
 if __name__ == "__main__":
-    serve(Transformers)
+    serve(build, version=transformers.__version__, numbers="fp32")

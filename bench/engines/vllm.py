@@ -13,30 +13,22 @@ os.environ |= {
 
 import vllm
 
-from bench.engines.worker import Job, Setup, serve
+from bench.engines.worker import Generate, Job, Setup, serve
 
 
-class Vllm:
+def build(setup: Setup) -> Generate:
     """Compiled (its default), prefix caching off: no two prompts share one."""
+    limits = {"max_num_seqs": setup.slots, "max_model_len": setup.max_len}
+    llm = vllm.LLM(setup.model, dtype="float32", enable_prefix_caching=False, **limits)
 
-    version = vllm.__version__
-    format = "fp32"
-
-    def __init__(self, setup: Setup) -> None:
-        self._llm = vllm.LLM(
-            setup.model,
-            dtype="float32",
-            max_num_seqs=setup.slots,
-            max_model_len=setup.max_len,
-            enable_prefix_caching=False,
-        )
-
-    def generate(self, jobs: list[Job]) -> list[list[int]]:
+    def generate(jobs: list[Job]) -> list[list[int]]:
         prompts = [vllm.TokensPrompt(prompt_token_ids=prompt) for prompt, _ in jobs]
         params = [vllm.SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for _, n in jobs]
-        done = self._llm.generate(prompts, params, use_tqdm=False)
+        done = llm.generate(prompts, params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in done]
+
+    return generate
 
 
 if __name__ == "__main__":
-    serve(Vllm)
+    serve(build, version=vllm.__version__, numbers="fp32")

@@ -45,7 +45,7 @@ def test_a_closed_loop_is_queued_in_order_behind_a_plug_and_starts_when_that_has
     with FakeServer(delay=0.01).running() as fake:
         fake.behaviour = "first one late"
         sent = time.monotonic()
-        run = client.drive_queue(Endpoint(fake.url), load, slots=3)
+        run = client.drive(Endpoint(fake.url), load, queued_at=3)
     assert run.errors == []
     (_, plug), *bodies = fake.seen
     assert plug["prompt"] == [list(client.PLUG_PROMPT)] * 3
@@ -68,7 +68,7 @@ def test_a_plug_that_does_not_hold_is_one_line(behaviour: Behaviour, delay: floa
     server = FakeServer(delay=delay)
     server.behaviour = behaviour
     with server.running(), pytest.raises(BenchError, match=complaint):
-        client.drive_queue(Endpoint(server.url), workload.preset("smoke"), slots=3)
+        client.drive(Endpoint(server.url), workload.preset("smoke"), queued_at=3)
 
 
 def test_what_keeps_a_server_busy_goes_on_after_a_failure_and_ends() -> None:

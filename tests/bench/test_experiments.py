@@ -10,7 +10,7 @@ import pytest
 from bench import peers, spike
 from bench.__main__ import main
 from bench.engines.peer import PEERS, Peer
-from bench.peers import Worker
+from bench.peers import worker
 from bench.report import BenchError
 from bench.spike import Trial
 from engine_actor.engine import Engine
@@ -43,7 +43,11 @@ def test_a_stall_of_one_trial_alone_does_not_count_and_one_of_all_does() -> None
 @pytest.mark.parametrize("mode", ["separate", "batched", "chunked"])
 def test_a_trial_blames_the_step_that_carried_the_prompt(mode: Mode) -> None:
     engine = Engine(
-        ModelExecutor(FakeModel(), fake_storage(max_len=512)), Fcfs(), mode=mode, max_step_tokens=40
+        ModelExecutor(FakeModel(), fake_storage(max_len=512)),
+        Fcfs(),
+        mode=mode,
+        max_step_tokens=40,
+        prefix_reuse="off",
     )
     result = spike._trial(engine, decoders=3, prompt=100)
     guilty = next(r for r in result.records if r.number == result.guilty)
@@ -63,8 +67,11 @@ def test_bad_peers_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_a_peer_that_crashes_says_its_last_line(tmp_path: Path) -> None:
     args = Namespace(slots=4, max_len=64)
-    with pytest.raises(BenchError, match=r"nobody ended with exit code 1: .*No module named bench.engines"):
-        Worker(Peer("nobody", "gguf"), tmp_path, args, tmp_path)
+    with (
+        pytest.raises(BenchError, match=r"nobody ended with exit code 1: .*No module named bench.engines"),
+        worker(Peer("nobody", "gguf"), tmp_path, args, tmp_path),
+    ):
+        pass
 
 
 def test_outputs_are_compared_whole() -> None:

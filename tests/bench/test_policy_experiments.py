@@ -68,7 +68,7 @@ def test_fair_keeps_the_gap_within_its_bound(
 def test_a_burst_after_the_flood_is_found_out(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fair, "BURST_AT", 20.0)
+    monkeypatch.setattr(fair, "BURST_AT", 3.0)
     found = results("fair", model, tmp_path, "--flood", "8", "--rounds", "1")
     assert found["a_waiting_at_burst"] == 0
     assert not bars(found)["A's requests waiting when B's burst arrives, fewest of all runs"]

@@ -46,7 +46,7 @@ def test_a_closed_loop_starts_with_the_first_in_the_slots_and_the_rest_in_the_qu
     server: Endpoint, tmp_path: Path
 ) -> None:
     load = workload.preset("smoke", requests=12)
-    run = client.drive_queue(server, load, slots=4)
+    run = client.drive(server, load, queued_at=4)
     assert run.errors == []
     assert min(timeline.ttft for timeline in run.requests) > 0
     seen = observed.cut(
