@@ -44,8 +44,8 @@ def test_a_step_that_begins_before_the_start_and_ends_after_it_counts() -> None:
     records = bare.drive(
         Engine(ModelExecutor(FakeModel(), fake_storage()), load_policy("fcfs")), Workload("toy", items)
     ).records
-    third = records[2]
-    trace, end = chrome_trace({0: records}), records[-1].started
+    third, last = records[2], records[-1]
+    trace, end = chrome_trace({0: records}), last.started + last.seconds / 2
     assert len(observed.cut(trace, third.started + third.seconds / 2, end).steps) == len(records) - 2
     assert len(observed.cut(trace, third.started, third.started + third.seconds / 2).steps) == 1
 

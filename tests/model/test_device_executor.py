@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -162,10 +163,12 @@ def test_a_step_is_one_copy_in_and_one_out_and_never_waits_between(model: Transf
         _, record = engine.step()
         kinds = {share.kind for share in record.shares}
         mixed += kinds == {"prefill", "decode"}
-        # A step that was computed ahead has been copied in before; what comes ahead of the next is copied in.
+        # What was computed ahead is waited for; what was not (a newcomer) goes in and out and is waited for;
+        # what is computed ahead of the next step goes in and out. A prompt's chunk alone brings nothing out.
         events = " ".join(runtime.events)
         ahead += events == "wait in out"
-        assert events in ("in wait", "in out wait", "in out wait in out", "wait", "wait in out"), events
+        assert events
+        assert re.fullmatch(r"(wait)?( ?in( out)? wait)?( ?in out)?", events), events
     assert mixed > 0
     assert ahead > 3
 
