@@ -27,7 +27,9 @@ from rich.console import Console
 
 from app.config import Settings
 from app.haproxy import haproxy
+from app.sampling_defaults import sampling_defaults
 from app.serve_log import ServeLog
+from app.tokenizer import Tokenizer
 from model.files import find_model
 from policies import load_policy
 
@@ -66,6 +68,12 @@ def main() -> int:
         log = ServeLog(Path(settings.run_dir) / "serve.log", show, everything=args.verbose)
     except OSError as error:
         parser.error(f"cannot write to run_dir {settings.run_dir}: {error}")
+    try:
+        files = find_model(settings.model)
+        Tokenizer.load(files, Path(settings.run_dir))
+        sampling_defaults(files)
+    except (OSError, ValueError) as error:
+        parser.error(f"cannot use the model: {error}")
     with tempfile.TemporaryDirectory(prefix="slotserve-") as scratch:
         environment = {
             **os.environ,

@@ -100,6 +100,16 @@ class Settings(BaseModel):
         1024, ge=1, description="Requests that may wait for a slot, per engine; beyond it: HTTP 429."
     )
     max_body_bytes: int = Field(1_048_576, ge=1024, description="Largest request body; beyond it: HTTP 413.")
+    generation_config: bool = Field(
+        True,
+        description="Where a request does not say, sample as the model's generation_config.json does "
+        "(temperature, top_p, top_k, min_p, repetition_penalty); `false`: as OpenAI's defaults do.",
+    )
+    special_tokens_in_prompts: bool = Field(
+        True,
+        description="Special tokens written out in a prompt of `/v1/completions` are special; `false`: they "
+        "are text, as they always are in messages.",
+    )
     max_n: int = Field(16, ge=1, le=128, description="Largest `n`: choices per prompt.")
     max_prompts: int = Field(64, ge=1, le=2048, description="Most prompts in one completions request.")
     max_tenants: int = Field(

@@ -148,7 +148,10 @@ class _Fields:
     """The `tokenizer.` metadata of a GGUF file."""
 
     def __init__(self, file: Path) -> None:
-        self._reader = gguf.GGUFReader(file)
+        try:
+            self._reader = gguf.GGUFReader(file)
+        except (ValueError, IndexError) as error:
+            raise ConversionError(f"{file.name} is not a readable GGUF file: {error}") from error
         self.model = str(self.get("model", "none"))
         self.pre = str(self.get("pre", "default"))
 

@@ -114,6 +114,8 @@ class Ingress:
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
             await client.start()
             log.info("serving %s: %s", service.model_name, client.info.summary)
+            if (beyond := len(tokenizer) - client.info.vocab_size) > 0:
+                log.warning("%d tokens have no embedding: a prompt with one of them is refused", beyond)
             yield
             await client.stop()
             if sink is not None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -129,6 +129,12 @@ class _Generate(Schema):
         if self.prompt_logprobs is not None and self.stream:
             raise _wrong("prompt_logprobs", "not available when stream is true")
         return self
+
+    def with_defaults(self, defaults: Mapping[str, float]) -> Self:
+        """This request, saying `defaults` where it said nothing."""
+        return self.model_copy(
+            update={name: value for name, value in defaults.items() if name not in self.model_fields_set}
+        )
 
     @property
     def stops(self) -> list[str]:

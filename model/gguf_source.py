@@ -80,6 +80,9 @@ class GgufSource:
         hidden, n_head = self._field(f"{kind}.embedding_length"), self._field(f"{kind}.attention.head_count")
         if "token_embd.weight" not in self._tensors:
             raise ModelError("tensor token_embd.weight is missing")
+        context = int(self._field(f"{kind}.context_length"))
+        # Within the window, sliding and full attention are the same; beyond it nobody may go.
+        window = int(self._field(f"{kind}.attention.sliding_window", 0))
         ends = [self._field(f"tokenizer.ggml.{name}_token_id", -1) for name in ("eos", "eot", "eom")]
         return ModelConfig(
             architecture=architecture,
@@ -91,7 +94,7 @@ class GgufSource:
             n_kv_head=self._field(f"{kind}.attention.head_count_kv", n_head),
             head_dim=self._field(f"{kind}.attention.key_length", hidden // n_head),
             norm_eps=self._field(f"{kind}.attention.layer_norm_rms_epsilon"),
-            context=self._field(f"{kind}.context_length"),
+            context=min(context, window or context),
             tied_head="output.weight" not in self._tensors,
             qkv_bias="blk.0.attn_q.bias" in self._tensors,
             output_bias="blk.0.attn_output.bias" in self._tensors,

@@ -10,6 +10,8 @@ import numpy.typing as npt
 import torch
 from gguf.constants import GGMLQuantizationType as StoredType
 
+from model.config import ModelError
+
 FLOATS = {
     StoredType.F32: torch.float32,
     StoredType.F16: torch.float16,
@@ -36,7 +38,13 @@ class StoredTensor:
         return cls(name, tuple(tensor.shape), kind, data)
 
     def to_float32(self) -> torch.Tensor:
-        """Its own copy, dequantised. Raises NotImplementedError for blocks that the gguf package cannot."""
+        """Its own copy, dequantised. Raises ModelError for blocks that the gguf package does not know."""
         if self.type in FLOATS:
             return torch.from_numpy(self.data.copy()).view(FLOATS[self.type]).to(torch.float32)
-        return torch.from_numpy(np.array(gguf.quants.dequantize(self.data, self.type), np.float32))
+        try:
+            return torch.from_numpy(np.array(gguf.quants.dequantize(self.data, self.type), np.float32))
+        except NotImplementedError:
+            raise ModelError(
+                f"tensor {self.name} is quantised as {self.type.name}, which cannot be read here: "
+                "use another quantisation, such as Q8_0 or Q4_K"
+            ) from None

@@ -22,6 +22,8 @@ from model.storage import SlotStorage
 from policies.fcfs import Fcfs
 from tests.fakes import VOCAB, FakeModel, fake_storage, fake_telemetry
 
+READS = 1 << 16
+"""Token ids below it are read: all that a real tokenizer writes."""
 POISON = VOCAB - 1
 """A prompt that begins with this token makes the toy model fail."""
 
@@ -29,7 +31,7 @@ POISON = VOCAB - 1
 class PacedModel(FakeModel):
     """The toy model at a pace that leaves time to interfere, and with something to choke on."""
 
-    vocab_size = 1 << 16
+    vocab_size = READS
     """It reads what a real tokenizer writes, and answers with the first few tokens."""
 
     def __init__(self, seconds: float = 0.0) -> None:
@@ -52,7 +54,7 @@ def build_toy(
         executor = ModelExecutor(PacedModel(seconds), fake_storage(num_slots, max_len))
         engine = Engine(executor, Fcfs(), kv_budget=kv_budget)
         largest = engine.scheduler.largest_request
-        info = EngineInfo("a toy", VOCAB, max_len, largest, True, "fp_toy", num_slots, "chunked", "fcfs")
+        info = EngineInfo("a toy", READS, max_len, largest, True, "fp_toy", num_slots, "chunked", "fcfs")
         return engine, info
 
     return build

@@ -9,6 +9,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -27,7 +28,7 @@ from app.service import Service
 from app.tenants import Tenants, digest
 from app.tokenizer import Tokenizer
 from model.files import find_model
-from tests.app.engines import POISON, LocalDirectory, build_toy
+from tests.app.engines import POISON, READS, LocalDirectory, build_toy
 from tests.fakes import VOCAB
 
 MODEL = "toy"
@@ -339,6 +340,56 @@ def test_the_models_own_end_tokens_end_an_answer(tokenizer: Tokenizer) -> None:
     scenario(work, tokenizer)
 
 
+@pytest.mark.parametrize("special", [True, False])
+def test_special_tokens_in_a_prompt_are_special_unless_the_settings_say_no(
+    tokenizer: Tokenizer, special: bool
+) -> None:
+    async def work(s: Site) -> None:
+        text = "a<|im_end|>"
+        asked = (await s.post("/v1/completions", prompt=text, max_tokens=1)).json()
+        tokens = tokenizer.encode(text, parse_special=special)
+        assert (2 in tokens) is special
+        assert asked["usage"]["prompt_tokens"] == len(tokens)
+        assert (await s.post("/tokenize", prompt=text)).json()["tokens"] == tokens
+        chat = (await s.post("/tokenize", messages=[{"role": "user", "content": text}])).json()["tokens"]
+        assert chat.count(2) == 2, "the template's own, whatever the settings say"
+
+    scenario(work, tokenizer, special_tokens_in_prompts=special)
+
+
+def test_a_token_without_an_embedding_is_refused_in_text_as_in_ids(tokenizer: Tokenizer) -> None:
+    async def work(s: Site) -> None:
+        s.client.info = replace(s.client.info, vocab_size=30_000)
+        word = tokenizer.decode([40_000])
+        await s.refused("/v1/completions", 400, "prompt", prompt=word)
+        await s.refused("/v1/chat/completions", 400, "messages", messages=[{"role": "user", "content": word}])
+        assert (await s.post("/v1/completions", prompt="a")).status_code == 200
+
+    scenario(work, tokenizer)
+
+
+def test_where_a_request_is_silent_the_model_says_how_it_is_sampled(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0, "top_k": 3, "eos_token_id": 9}')
+    silent = {"prompt": [1], "max_tokens": 12, "seed": 5}
+    answers: dict[str, str] = {}
+
+    async def work(s: Site, name: str) -> None:
+        answers[name] = (await s.post("/v1/completions", **silent)).json()["choices"][0]["text"]
+        spoken = {"temperature": 0} if name == "off" else {"temperature": 1, "top_k": 0}
+        answers[f"{name}, spoken"] = (await s.post("/v1/completions", **silent, **spoken)).json()["choices"][
+            0
+        ]["text"]
+        shown = (await s.http.get("/v1/models")).json()["data"][0]["default_sampling_params"]
+        assert shown == ({} if name == "off" else {"temperature": 0, "top_k": 3})
+
+    scenario(lambda s: work(s, "on"), tokenizer, model=str(tmp_path))
+    scenario(lambda s: work(s, "off"), tokenizer, model=str(tmp_path), generation_config=False)
+    assert answers["on"] == answers["off, spoken"] != answers["off"] == answers["on, spoken"]
+
+
 def test_usage_tells_preemptions_when_asked(tokenizer: Tokenizer) -> None:
     async def work(s: Site) -> None:
         body = {
@@ -395,7 +446,7 @@ def test_tokenize_and_detokenize(tokenizer: Tokenizer) -> None:
         chat = (await s.post("/tokenize", messages=HELLO)).json()
         assert chat["tokens"] == tokenizer.encode_chat(HELLO)
         await s.refused("/tokenize", 400, "prompt")
-        await s.refused("/detokenize", 400, "tokens", tokens=[VOCAB])
+        await s.refused("/detokenize", 400, "tokens", tokens=[READS])
         await s.refused("/detokenize", 400, "tokens[0]", tokens=["a"])
 
     scenario(work, tokenizer)
@@ -428,7 +479,7 @@ def test_tokenize_and_detokenize(tokenizer: Tokenizer) -> None:
         ("stop", {"stop": ["a"] * (MAX_STOPS + 1)}),
         ("stop", {"stop": ["a" * (MAX_STOP_LENGTH + 1)]}),
         ("stop", {"stop": [1]}),
-        ("logit_bias", {"logit_bias": {str(VOCAB): 1}}),
+        ("logit_bias", {"logit_bias": {str(READS): 1}}),
         ("logit_bias", {"logit_bias": {"x": 1}}),
         ("logit_bias", {"logit_bias": {"1" * 5000: 1}}),
         ("logit_bias", {"logit_bias": {"1": 101}}),
@@ -441,7 +492,7 @@ def test_tokenize_and_detokenize(tokenizer: Tokenizer) -> None:
         ("response_format", {"response_format": {"type": "json_object"}}),
         ("stream_options", {"stream_options": {"include_usage": True}}),
         ("prompt_logprobs", {"prompt_logprobs": 1, "stream": True}),
-        ("stop_token_ids", {"stop_token_ids": [VOCAB]}),
+        ("stop_token_ids", {"stop_token_ids": [READS]}),
         ("stop_token_ids[0]", {"stop_token_ids": [-1]}),
         ("min_tokens", {"min_tokens": 9, "max_tokens": 8}),
         ("priority", {"priority": "high"}),
@@ -475,7 +526,7 @@ def test_every_limit_admits_its_own_value(tokenizer: Tokenizer) -> None:
             "max_tokens": 2,
             "min_tokens": 2,
             "seed": -(2**63),
-            "stop_token_ids": [VOCAB - 1],
+            "stop_token_ids": [READS - 1],
             "top_k": 2**31 - 1,
             "priority": 2**31 - 1,
             "service_tier": "flex",
@@ -542,7 +593,7 @@ def test_more_choices_than_may_ever_wait_are_refused_at_once(tokenizer: Tokenize
         ("prompt", {"prompt": [[]]}),
         ("prompt", {"prompt": [1, "a"]}),
         ("prompt", {"prompt": [-1]}),
-        ("prompt", {"prompt": [VOCAB]}),
+        ("prompt", {"prompt": [READS]}),
         ("prompt", {"prompt": {"a": 1}}),
         ("suffix", {"suffix": "end"}),
         ("best_of", {"best_of": 2, "n": 3}),

@@ -22,6 +22,7 @@ import yaml
 from app import __main__ as launcher
 from app.haproxy import free_port
 from app.serve_log import ServeLog
+from tests.app.gguf_files import byte_level
 from tests.serving import Server, write_config
 
 
@@ -53,6 +54,12 @@ def refusal(directory: Path, text: str) -> str:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU refuses")
 def test_a_bad_configuration_is_refused_in_a_sentence(tmp_path: Path, text: str, reason: str) -> None:
     assert re.search(reason, refusal(tmp_path, text))
+
+
+def test_a_tokenizer_that_is_not_known_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    model = byte_level(tmp_path / "x.gguf", "of-tomorrow")
+    said = refusal(tmp_path, f"applications: [{{args: {{model: {model}, run_dir: {tmp_path}}}}}]")
+    assert "cannot use the model: the pre-tokenizer 'of-tomorrow'" in said
 
 
 def test_a_taken_port_is_refused_before_another_server_answers(tmp_path: Path) -> None:

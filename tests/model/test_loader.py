@@ -167,8 +167,19 @@ def test_a_broken_gguf_is_named(tmp_path: Path) -> None:
         load_model(tmp_path / "broken.gguf")
 
 
-def write_gguf(path: Path, saved: Path, *, architecture: str = "llama", skip: str = "") -> None:
-    """The Hugging Face model as llama.cpp writes it: its names, q and k with rotary pairs interleaved."""
+def write_gguf(
+    path: Path,
+    saved: Path,
+    *,
+    architecture: str = "llama",
+    skip: str = "",
+    window: int | None = None,
+    stored_as: gguf.GGMLQuantizationType | None = None,
+) -> None:
+    """The Hugging Face model as llama.cpp writes it: its names, q and k with rotary pairs interleaved.
+
+    `stored_as` is claimed of the last norm, whose bytes are then zeros.
+    """
     config = json.loads((saved / "config.json").read_text())
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config["num_hidden_layers"])
@@ -180,13 +191,19 @@ def write_gguf(path: Path, saved: Path, *, architecture: str = "llama", skip: st
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_eos_token_id(9)
+    if window is not None:
+        writer.add_sliding_window(window)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     for name, tensor in load_file(saved / "model.safetensors").items():
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
         if heads is not None:
             tensor = tensor.view(config[heads], 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if target != skip:
+        if target == "output_norm.weight" and stored_as is not None:
+            blocks, size = gguf.GGML_QUANT_SIZES[stored_as]
+            row = np.zeros(tensor.numel() // blocks * size, np.uint8)
+            writer.add_tensor(target, row, raw_dtype=stored_as)
+        elif target != skip:
             writer.add_tensor(target, tensor.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -224,3 +241,23 @@ def test_a_cache_of_another_shape_is_not_needed_to_load(saved: Path) -> None:
     kv = load_model(saved, device="cpu").new_storage(3, 40, poison=True)
     assert isinstance(kv, SlotStorage)
     assert (kv.num_slots, kv.max_len, kv.poison) == (3, 40, True)
+
+
+def test_a_window_in_a_gguf_bounds_the_context(saved: Path, tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, saved, window=8)
+    assert load_model(path, device="cpu").config.context == 8
+
+
+def test_a_quantisation_that_cannot_be_read_is_named(saved: Path, tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, saved, stored_as=gguf.GGMLQuantizationType.Q8_1)
+    with pytest.raises(ModelError, match=r"model\.norm\.weight is quantised as Q8_1"):
+        load_model(path, device="cpu")
+
+
+def test_one_file_of_several_says_how_to_make_them_one(tmp_path: Path) -> None:
+    part = tmp_path / "big-00001-of-00003.gguf"
+    part.touch()
+    with pytest.raises(FileNotFoundError, match=r"one of 3 files.*llama-gguf-split --merge"):
+        find_model(part)
