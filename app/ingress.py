@@ -65,6 +65,7 @@ def create_app(
         ("GET", "/v1/models/{model_id:path}", service.model),
         ("POST", "/tokenize", service.tokenize),
         ("POST", "/detokenize", service.detokenize),
+        ("GET", "/tokenizer_info", service.tokenizer_info),
         ("GET", "/health", service.health),
     ]
     for method, path, endpoint in routes:

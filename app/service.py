@@ -140,6 +140,11 @@ class Service:
             answer["token_strs"] = [self.tokenizer.token_text(token) for token in tokens]
         return JSONResponse(answer, headers=self._ignored.header(body))
 
+    async def tokenizer_info(self, http: Request) -> Response:
+        """GET /tokenizer_info, with vLLM's fields."""
+        self.tenants.of(http.headers)
+        return JSONResponse(self.tokenizer.info)
+
     async def detokenize(self, http: Request) -> Response:
         """POST /detokenize, with vLLM's fields."""
         self.tenants.of(http.headers)

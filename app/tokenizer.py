@@ -41,7 +41,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         backend = _with_special(backend, named.values())
-        self._template = template
+        self._named, self._template = named, template
         decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -81,6 +81,12 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
+
+    @property
+    def info(self) -> dict[str, str]:
+        """What tokenizer_config.json would say: special tokens by name, and the chat template."""
+        template = {"chat_template": self._template.source} if self._template else {}
+        return {"tokenizer_class": "PreTrainedTokenizerFast", **self._named, **template}
 
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids of `text`.

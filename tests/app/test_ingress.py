@@ -445,6 +445,9 @@ def test_tokenize_and_detokenize(tokenizer: Tokenizer) -> None:
         assert (await s.post("/detokenize", tokens=[40, 41])).json() == {"prompt": tokenizer.decode([40, 41])}
         chat = (await s.post("/tokenize", messages=HELLO)).json()
         assert chat["tokens"] == tokenizer.encode_chat(HELLO)
+        info = (await s.http.get("/tokenizer_info")).json()
+        assert (info["bos_token"], info["eos_token"]) == ("<|im_start|>", "<|im_end|>")
+        assert "add_generation_prompt" in info["chat_template"]
         await s.refused("/tokenize", 400, "prompt")
         await s.refused("/detokenize", 400, "tokens", tokens=[READS])
         await s.refused("/detokenize", 400, "tokens[0]", tokens=["a"])
